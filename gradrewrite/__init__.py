@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gradrewrite.backends.state_dict import state_dict as state_dict
     from gradrewrite.diagnostics.causes import Cause as Cause
     from gradrewrite.diagnostics.first_difference import Difference as Difference
+    from gradrewrite.diagnostics.memory import Memory as Memory
     from gradrewrite.diagnostics.run_file import read_jsonl as read_jsonl
     from gradrewrite.diagnostics.run_log import Finding as Finding
     from gradrewrite.diagnostics.run_log import Origin as Origin
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from gradrewrite.ir.edits import Edit as Edit
     from gradrewrite.ir.joint_graph import JointGraph as JointGraph
     from gradrewrite.ir.memory import KeptTensor as KeptTensor
-    from gradrewrite.ir.memory import Memory as Memory
     from gradrewrite.module import RewrittenModule as RewrittenModule
     from gradrewrite.module import restore as restore
     from gradrewrite.module import transform as transform
@@ -81,7 +81,8 @@ _PUBLIC = {
     "instrumentation.probes": "tap",
     "ir.edits": "Edit",
     "ir.joint_graph": "JointGraph",
-    "ir.memory": "KeptTensor Memory",
+    "diagnostics.memory": "Memory",
+    "ir.memory": "KeptTensor",
     "module": "RewrittenModule restore transform",
     "monitoring.culprits": "Culprits",
     "monitoring.monitor": "Monitor",

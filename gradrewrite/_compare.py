@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradrewrite import passes
 from gradrewrite._locate import run_once, sum_of_outputs
 from gradrewrite._utils.formatting import nearest
 from gradrewrite.backends.model_state import state_of
@@ -17,6 +16,7 @@ from gradrewrite.diagnostics.first_difference import Difference, DifferenceKind,
 from gradrewrite.diagnostics.run_log import as_executed
 from gradrewrite.ir.outputs import SiteOp
 from gradrewrite.numerics.statistics import words_of
+from gradrewrite.passes import Keep
 from gradrewrite.policy.rules import leave_out_unsupported
 from gradrewrite.sites import AT_GUARD, Site
 
@@ -93,8 +93,8 @@ def _values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return the values of a model at all sites, by their texts."""
 
     @leave_out_unsupported
-    def keep(site: Site) -> passes.Keep | None:
-        return None if site.kind in AT_GUARD else passes.Keep()
+    def keep(site: Site) -> Keep | None:
+        return None if site.kind in AT_GUARD else Keep()
 
     monitor = run_once(model, keep, args, kwargs, _loss)
     return {str(site): (site, tensor) for site, tensor in monitor.kept().items()}

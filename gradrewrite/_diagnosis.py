@@ -10,13 +10,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-import gradrewrite
 from gradrewrite import passes
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
@@ -184,7 +183,7 @@ def diagnose(
             known = {name: getattr(passes, name) for name in passes.__all__}
             tried = {"global clip": on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND))}
             if policy:
-                tried["suggested policy"] = eval(policy, {**known, "gr": gradrewrite})  # our own text
+                tried["suggested policy"] = eval(policy, {**known, "gr": SimpleNamespace(on=on)})  # our own text
             trials = {"as it is": tuple(losses)}
             trials |= {name: tuple(train(stream, [one], name)[1]) for name, one in tried.items()}
     texts = verdict.outcome, verdict.causes, verdict.remarks, verdict.text, policy

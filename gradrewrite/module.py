@@ -22,8 +22,8 @@ from gradrewrite.backends.capture import capture_joint_graph, capture_memory
 from gradrewrite.backends.explanation import Explanation
 from gradrewrite.backends.model_state import TORCHSCRIPT, ModelState, state_of
 from gradrewrite.backends.session import STATE
+from gradrewrite.diagnostics.memory import Memory
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.ir.memory import Memory
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.step_sites import trace_step
 from gradrewrite.policy.actions import Policy

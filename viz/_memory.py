@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradrewrite.ir.memory import Memory, size_of
+from gradrewrite.diagnostics.memory import Memory, size_of
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._curves import Format, svg_of, write_figure
 from gradrewrite.viz._fonts import displayable, figure_style

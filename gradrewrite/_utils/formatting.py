@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
 from gradrewrite._utils.grouping import grouped
+from gradrewrite._utils.html_tables import html_table
 
 _COLUMNS = ("record@site", "last", "min", "median", "max", "steps", "not finite")
 _BOUNDS = ("bound", "limit")  # records of clips; an infinite one clips nothing
@@ -86,19 +86,6 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return _as_text(table, sum(max([len(name), *(len(row[n]) for row in rows)]) + 4 for n, name in enumerate(columns)))
-
-
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str, groups: Sequence[str] = ()) -> str:
-    """A table as HTML, with a caption; the first cell of a row is its head, its group the attribute ``data-group``."""
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
-    marks = [f' data-group="{html.escape(group)}"' for group in groups] or [""] * len(rows)
-    body = "".join(
-        f'<tr{mark}><th scope="row">{html.escape(first)}</th>'
-        f"{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
-        for mark, (first, *rest) in zip(marks, rows, strict=True)
-    )
-    top = f"<caption>{html.escape(caption)}</caption><thead><tr>{head}</tr></thead>"
-    return f"<table>{top}<tbody>{body}</tbody></table>"
 
 
 def _as_text(renderable: Any, width: int) -> str:

@@ -16,11 +16,11 @@ from gradrewrite.backends.compilation import GraphCompilation, marking, needs_gr
 from gradrewrite.backends.engines import Inductor, Runnable
 from gradrewrite.backends.entry_point import EntryPoint
 from gradrewrite.backends.session import Session
+from gradrewrite.diagnostics.memory import Memory
 from gradrewrite.errors import GraphBreakError, RewriteError, TraceError
 from gradrewrite.ir import editing
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
-from gradrewrite.ir.memory import Memory
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.rewriting.comparison import rewrite_and_compare
 from gradrewrite.rewriting.config import RewriteConfig
@@ -49,8 +49,8 @@ def capture_joint_graph(
 
 def capture_memory(model: nn.Module, config: RewriteConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Memory:
     """Return the bytes that the forward would keep for these inputs; nothing runs and nothing changes."""
-    found: Memory = _captured(model, config, args, kwargs, lambda *given: KeptMemory(*given).compare)
-    return found
+    rows, measure = _captured(model, config, args, kwargs, lambda *given: KeptMemory(*given).compare)
+    return Memory(rows, sum(row.plain_bytes for row in rows), sum(row.policy_bytes for row in rows), measure)
 
 
 def _captured(

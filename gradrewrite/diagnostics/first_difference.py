@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import os
 from collections import Counter
@@ -12,9 +11,9 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Literal, TypeAlias
 
-from gradrewrite._utils.files import written_whole
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
-from gradrewrite._utils.formatting import html_table, plain_table
+from gradrewrite._utils.formatting import plain_table
+from gradrewrite._utils.html_tables import html_table, write_table_page
 from gradrewrite.diagnostics.run_log import Run, Step, as_executed, last_run, listed, words
 from gradrewrite.ir.outputs import SiteOp
 
@@ -23,14 +22,6 @@ DifferenceKind = Literal["bits", "values", "shape", "missing"]
 _SHOWN = 12  # sites in a text
 _MOST_ROWS = 500  # of a page
 _COLUMNS = ("site", "in the other", "op", "source", "this", "other", "relative difference")
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
-:root {{ color-scheme: light dark; font: 14px/1.5 system-ui, sans-serif }}
-body {{ margin: 2rem auto; max-width: 90rem }}
-table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }} caption {{ text-align: left }}
-th, td {{ text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #8884; overflow-wrap: anywhere }}
-tr[data-group=equal] {{ opacity: .6 }} tr[data-group=first] {{ background: #e6550d33 }}
-</style><h1>{title}</h1>{body}</html>
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +151,7 @@ class Difference:
         Raises:
             OSError: The file cannot be written.
         """
-        return write_page(path, "First difference", self._repr_html_())
+        return write_table_page(path, "First difference", self._repr_html_())
 
 
 _KINDS = {
@@ -169,14 +160,6 @@ _KINDS = {
     "shape": "the shapes differ",
     "missing": "only one has it",
 }
-
-
-def write_page(path: str | os.PathLike[str], title: str, body: str) -> str:
-    """Write ``path.html`` around a body; return its path."""
-    written = f"{os.fspath(path).removesuffix('.html')}.html"
-    with written_whole(written) as part:
-        part.write_text(_PAGE.format(title=html.escape(title), body=body), encoding="utf-8")
-    return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +194,7 @@ class LogComparison:
         """Write ``path.html`` with both side by side; return its path."""
         text = str(self) if self.first is None else "\n".join(self.remarks)
         table = "" if self.first is None else self.first._repr_html_()
-        return write_page(path, "First difference", f"{table}<pre>{html.escape(text)}</pre>")
+        return write_table_page(path, "First difference", table, text)
 
     def to_json(self) -> dict[str, object]:
         """Return strict JSON, with NaN and infinities as strings."""

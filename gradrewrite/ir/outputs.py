@@ -154,7 +154,7 @@ class BackwardOutputs:
 
     @cached_property
     def clips(self) -> tuple[ClipRecords, ...]:
-        """The clips whose factors are known."""
+        """The clips with known factors."""
         return tuple(
             ClipRecords(*_named(p.owner, self.label), p.action, p.rule, p.report, p.factor)
             for p in self.placed
@@ -163,7 +163,7 @@ class BackwardOutputs:
 
     @cached_property
     def kept(self) -> tuple[tuple[str, Site, int | None], ...]:
-        """What is kept (``Keep.what``), its site and its interval."""
+        """Kinds (``Keep.what``), sites and intervals of kept tensors."""
         kept = ((p.report.what, p.site, p.every) for p in self.placed if isinstance(p.report, Kept))
         return tuple((what, replace(site, name=f"{site.name}{self.label}"), every) for what, site, every in kept)
 

@@ -150,7 +150,7 @@ def _beside(key: RecordKey, record: str) -> RecordKey:
 
 
 def _statistic(measured: Mapping[RecordKey, MeasuredTensor], key: RecordKey) -> str:
-    """Return the statistic of a record; ``""`` for what measures no tensor."""
+    """Return the statistic of a record; ``""`` without a tensor."""
     return measured[key].statistics[key.record] if key in measured else ""
 
 

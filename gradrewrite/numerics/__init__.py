@@ -1,1 +1,1 @@
-"""What nodes compute: statistics, norms, weights, noise, stored forms."""
+"""The numerics of nodes: statistics, norms, weights, noise, stored forms."""

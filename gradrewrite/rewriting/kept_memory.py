@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.memory import Forms, KeptTensor, Memory
+from gradrewrite.ir.memory import Forms, KeptTensor
 from gradrewrite.ir.partitioning import saved_names
 from gradrewrite.numerics.statistics import norm_of
 from gradrewrite.numerics.stored_forms import FORMS, decode, encode
@@ -40,8 +41,10 @@ class KeptMemory:
         self._sites = {one.node.name: one.site for one in found}
         self._plain = self._bases(names)
 
-    def compare(self, joint: JointGraph, result: RewriteResult) -> Memory:
-        """Return the bytes before and behind the rewrite that was made."""
+    def compare(
+        self, joint: JointGraph, result: RewriteResult
+    ) -> tuple[tuple[KeptTensor, ...], Callable[[float], Mapping[Site, Forms]]]:
+        """Return the bytes before and behind the rewrite that was made, and a function that measures forms."""
         assert self._graph.owning_module is not None
         assert joint.before is not None
         self._saved.follow()
@@ -61,14 +64,7 @@ class KeptMemory:
             kept += [] if known is None else parts.get(known, [])
             row = self._row(bases[name], known or inserted.get(name), kept, result)
             found += [row] * bool(row.plain_bytes or row.policy_bytes or row.host_bytes)
-        rows = _with_sums(found)
-        plain = joint.before.graph_module
-        return Memory(
-            rows,
-            sum(row.plain_bytes for row in rows),
-            sum(row.policy_bytes for row in rows),
-            lambda largest_error: self._measured(plain, largest_error),
-        )
+        return _with_sums(found), partial(self._measured, joint.before.graph_module)
 
     def _bases(self, names: Iterable[str]) -> dict[str, fx.Node]:
         """Return the nodes that made the memory of these, by name."""

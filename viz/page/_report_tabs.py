@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 
-from gradrewrite._utils.formatting import html_table
+from gradrewrite._utils.html_tables import html_table
 from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.health import Health

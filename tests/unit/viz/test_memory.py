@@ -9,7 +9,8 @@ import pytest
 from matplotlib.container import BarContainer
 
 from gradrewrite import viz
-from gradrewrite.ir.memory import KeptTensor, Memory
+from gradrewrite.diagnostics.memory import Memory
+from gradrewrite.ir.memory import KeptTensor
 from gradrewrite.sites import Site
 
 pytestmark = pytest.mark.pure

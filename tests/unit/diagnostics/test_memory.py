@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from gradrewrite.ir.memory import Forms, KeptTensor, Memory, size_of
+from gradrewrite.diagnostics.memory import Memory, size_of
+from gradrewrite.ir.memory import Forms, KeptTensor
 from gradrewrite.sites import Site
 
 pytestmark = pytest.mark.pure
