@@ -150,10 +150,10 @@ class LossGradients:
         wanted = sorted(set(found))  # nodes compare by their position
         copies = self._copy(wanted, marked=True)
         rows: list[Rows] = [self._of_each(node, copies) for node in targets]
-        markers = {node: self._of_each(node, copies) for node in wanted if node.target is markers.mark_error}
+        marked = {node: self._of_each(node, copies) for node in wanted if node.target is markers.mark_error}
         self._add_up(wanted, copies)
         editing.erase_unused(self._graph, wanted)
-        return rows, markers
+        return rows, marked
 
     def _of_each(self, node: fx.Node, copies: Copies) -> Rows:
         return {k: self._of_loss(node, k, copies) for k in sorted(self._depends.get(node, ()))}

@@ -373,7 +373,7 @@ FURTHER = (
         "k_groups": 1, "v_groups": 1, "post_attention_groups": 1, "intermediate_groups": 1, "output_groups": 1}),
     _encoder("FNetForMaskedLM", "FNetConfig", {**_ENCODER, "use_tpu_fourier_optimizations": False}),
     _encoder("NystromformerForMaskedLM", "NystromformerConfig", {**_ENCODER, "num_landmarks": 2,
-        "segment_means_seq_len": 6}, obstacle="in torch.compile it adds a mask that its landmarks do not broadcast with"),
+        "segment_means_seq_len": 6}, obstacle="in torch.compile it adds a mask that does not fit its landmarks"),
     _encoder("MobileBertForMaskedLM", "MobileBertConfig", {**_ENCODER, "embedding_size": 16,
         "intra_bottleneck_size": 16}),
     _encoder("LayoutLMForTokenClassification", "LayoutLMConfig", {**_ENCODER, "num_labels": VOCABULARY}),
