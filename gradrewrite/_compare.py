@@ -18,7 +18,7 @@ from gradrewrite.ir.outputs import SiteOp
 from gradrewrite.numerics.statistics import words_of
 from gradrewrite.passes import Keep
 from gradrewrite.policy.rules import leave_out_unsupported
-from gradrewrite.sites import AT_GUARD, Site
+from gradrewrite.sites import Site
 
 
 def compare(
@@ -94,7 +94,7 @@ def _values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     @leave_out_unsupported
     def keep(site: Site) -> Keep | None:
-        return None if site.kind in AT_GUARD else Keep()
+        return None if site.traits.at_guard else Keep()
 
     monitor = run_once(model, keep, args, kwargs, _loss)
     return {str(site): (site, tensor) for site, tensor in monitor.kept().items()}

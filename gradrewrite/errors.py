@@ -200,7 +200,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
             f"{step_text(self.update, self.micro_batch)}{where}: first non-finite: {self.site}, {share} {elements}"
         ]
         if self.op:
-            made = "made by" if self.site.kind == "activation" else "made by the backward of"
+            made = "made by" if self.site.traits.in_forward else "made by the backward of"
             parts.append(f"{made} {self.op}{', ' + self.source if self.source else ''}")
         if self.cause:
             parts.append(self.cause)

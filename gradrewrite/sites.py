@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 Kind = Literal["error", "gradient", "activation", "input", "step", "saved", "param", "state"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-AFTER_UPDATE: frozenset[Kind] = frozenset(("param", "state"))  # measured after ``optimizer.step()``
-AT_GUARD: frozenset[Kind] = AFTER_UPDATE | {"step"}
-BY_KIND: frozenset[Kind] = AFTER_UPDATE | {"saved"}  # only rules and callbacks that name their kind act there
-OF_VALUES: frozenset[Kind] = frozenset(("error", "activation", "saved"))  # of values of the forward
-IN_FORWARD: frozenset[Kind] = frozenset(("activation", "saved"))
-_WITHOUT_KIND = frozenset(KINDS) - AT_GUARD - BY_KIND
+
+
+@dataclass(frozen=True, slots=True)
+class KindTraits:
+    """The traits of a kind of site."""
+
+    order: int | None  # in the execution of a step, with what is no site; None for none. See ``diagnostics.run_log``
+    noun: str = "value"  # in log lines
+    in_forward: bool = False
+    of_value: bool = False  # of a value of the forward: it is named by modules and ops, with calls
+    of_parameter: bool = False  # it is named as a parameter
+    has_units: bool = False  # a gradient, which a loss scale multiplies
+    is_leaf: bool = False  # the gradient of a leaf: an output of the backward, nothing there reads it
+    at_guard: bool = False  # it is found by a guard, at ``optimizer.step()``
+    after_update: bool = False  # of these, behind the update
+    needs_kind: bool = False  # only rules and callbacks that name this kind act there
+
+
+TRAITS: dict[Kind, KindTraits] = {
+    "error": KindTraits(4, "error", of_value=True, has_units=True),
+    "gradient": KindTraits(6, "grad", of_parameter=True, has_units=True, is_leaf=True),
+    "activation": KindTraits(1, in_forward=True, of_value=True),
+    "input": KindTraits(5, "error", has_units=True, is_leaf=True),
+    "step": KindTraits(8, "grad", of_parameter=True, has_units=True, is_leaf=True, at_guard=True),
+    "saved": KindTraits(None, in_forward=True, of_value=True, needs_kind=True),
+    "param": KindTraits(9, of_parameter=True, at_guard=True, after_update=True, needs_kind=True),
+    "state": KindTraits(10, at_guard=True, after_update=True, needs_kind=True),
+}
+
+
+def kinds_with(has_trait: Callable[[KindTraits], bool]) -> frozenset[Kind]:
+    """Return the kinds of sites with a trait."""
+    return frozenset(kind for kind, traits in TRAITS.items() if has_trait(traits))
+
+
+AFTER_UPDATE = kinds_with(lambda traits: traits.after_update)
+AT_GUARD = kinds_with(lambda traits: traits.at_guard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +92,11 @@ class Site:
     may_be_infinite: bool = field(default=False, repr=False)
     addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     nbytes: int | None = None
+
+    @property
+    def traits(self) -> KindTraits:
+        """The traits of its kind."""
+        return TRAITS[self.kind]
 
     def __str__(self) -> str:
         call = f"#{self.call}" if self.call else ""
@@ -111,9 +147,9 @@ class Pattern:
         kind: Kind | None = None
         head, colon, rest = text.partition(":")
         if colon:
-            kind = next((k for k in KINDS if k == head), None)
+            kind = next((k for k in TRAITS if k == head), None)
             if kind is None:
-                raise ValueError(f"pattern {text!r}: {head!r} is no kind of site; use one of {', '.join(KINDS)}")
+                raise ValueError(f"pattern {text!r}: {head!r} is no kind of site; use one of {', '.join(TRAITS)}")
             text = rest
         glob, sharp, number = text.rpartition("#")
         if not sharp or (glob.endswith("[") and number.startswith("]")):  # none, or one of the name
@@ -136,7 +172,8 @@ class Pattern:
 
     def matches(self, site: Site) -> bool:
         """Compare with every address of the site; without a kind, only sites of the model's graphs match."""
-        if site.kind != self.kind and (self.kind is not None or site.kind not in _WITHOUT_KIND):
+        needs_kind = site.traits.needs_kind or site.traits.at_guard
+        if site.kind != self.kind and (self.kind is not None or needs_kind):
             return False
         return any(
             self._may_mean(site, name) and fnmatchcase(name, self.glob) and self.call in (None, call)
@@ -146,7 +183,7 @@ class Pattern:
     def _may_mean(self, site: Site, name: str) -> bool:
         """Whether the glob is of the kind that an address of the site is: with ``/`` for an op."""
         has_slash = "/" in self.glob
-        is_op = site.kind in OF_VALUES and "/" in name and name not in site.output_of
+        is_op = site.traits.of_value and "/" in name and name not in site.output_of
         return has_slash == is_op or (not is_op and "/" in name)
 
 

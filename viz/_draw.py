@@ -213,6 +213,6 @@ def evidence_of(graph: JointGraph) -> Evidence:
 def _blamed(graph_view: GraphView, error: NonFiniteError | None) -> Collection[str]:
     if error is None:
         return ()
-    lane = "forward" if error.site.kind == "activation" else "backward"
+    lane = "forward" if error.site.traits.in_forward else "backward"
     module, _, op = error.op.rpartition("/")
     return [n.name for n in graph_view.nodes.values() if (n.module, n.op, n.lane) == (module, op, lane) and not n.mark]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.provenance import Lane, Origin
-from gradrewrite.sites import IN_FORWARD, Site
+from gradrewrite.sites import Site
 
 Role = Literal["op", "placeholder", "constant"]
 Mark = Literal["", "edit", "records"]
@@ -177,7 +177,7 @@ def action_text(edit: Edit) -> str:
 
 def lane_of_site(site: Site) -> Lane:
     """Return the lane of a site and of its edits."""
-    return "forward" if site.kind in IN_FORWARD else "backward"
+    return "forward" if site.traits.in_forward else "backward"
 
 
 def call_name(call: tuple[str, int]) -> str:

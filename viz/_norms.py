@@ -13,6 +13,7 @@ from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.run_log import Run, is_group
+from gradrewrite.sites import kinds_with
 from gradrewrite.viz import _theme as theme
 from gradrewrite.viz._graph_view import GraphView
 from gradrewrite.viz._ladder import Ladder
@@ -22,7 +23,7 @@ from gradrewrite.viz._scene import PAD, LegendEntry, Mark
 HEIGHT = 9.0  # what a bar or a strip adds to a box, in pixels
 DIFFERS = 3.0  # times its siblings
 _RECORDS = ("norm", "max_abs", "mean_abs")
-_KINDS = ("error", "gradient", "input")
+_KINDS = kinds_with(lambda traits: traits.has_units and not traits.at_guard)
 _THICK = 5.0  # pixels
 
 

@@ -329,7 +329,7 @@ class GraphCompilation:
             self.session.graphs.note_out_of_reach(site, result.answers[site])
         returned = {self.inputs[n].name for n in self.returned if n in self.inputs and self.inputs[n].has_site}
         for edit in result.edits:
-            if edit.site.kind in ("gradient", "input") and edit.site.name in returned:
+            if edit.site.traits.is_leaf and edit.site.name in returned:
                 warnings.warn_once(f"returned {edit.site}", _RETURNED.format(edit.site))
         if result.outputs.groups and not self.is_whole and self._lacks_parameters():
             number = len(grouped(result.edits, self.inputs, self.inputs))

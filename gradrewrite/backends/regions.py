@@ -140,7 +140,7 @@ class Regions:
 
     def region_of(self, site: Site) -> str | None:
         """Return the name of the region of a site of the whole model."""
-        where = site.name if site.kind == "gradient" else site.module
+        where = site.name if site.traits.of_parameter else site.module
         return next((name for name in self.modules if where == name or where.startswith(f"{name}.")), None)
 
     def use(self, number: int) -> None:

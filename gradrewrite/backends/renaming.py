@@ -9,7 +9,7 @@ from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.outputs import BackwardOutputs, Owner
 from gradrewrite.ir.record_key import RecordKey, with_label, without_label
 from gradrewrite.ir.replay_graph import ReplayGraph
-from gradrewrite.sites import OF_VALUES, Site
+from gradrewrite.sites import Site
 
 
 def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
@@ -19,7 +19,7 @@ def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for site in sites:
-        if site.kind in OF_VALUES:
+        if site.traits.of_value:
             for name, call in site.addresses or ((site.name, site.call),):
                 found[name] = max(found.get(name, 0), call + 1)
     # Rounded up: the last value of a name may have no site.
@@ -54,7 +54,7 @@ class Renaming:
 
     def site(self, site: Site) -> Site:
         """Rename a site; calls of values are counted on."""
-        by = self.shift if site.kind in OF_VALUES else 0
+        by = self.shift if site.traits.of_value else 0
         return replace(
             site,
             name=self.name(site.name),

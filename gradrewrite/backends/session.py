@@ -134,7 +134,7 @@ class Session:
 
     def edit_with_units(self) -> Edit | None:
         """Return the first edit of a graph that means something else for gradients that are multiplied."""
-        edits = (edit for graph in self.graphs for edit in graph.edits if edit.site.kind != "activation")
+        edits = (edit for graph in self.graphs for edit in graph.edits if not edit.site.traits.in_forward)
         return next((edit for edit in edits if edit.insertion.has_units), None)
 
     def warn_of_scaler(self, edit: Edit) -> None:

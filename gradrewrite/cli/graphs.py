@@ -19,9 +19,11 @@ from gradrewrite.cli.site_tree import site_tree
 from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.rules import ask
-from gradrewrite.sites import Kind, Pattern, Site
+from gradrewrite.sites import Pattern, Site, kinds_with
 
 _WIDE = 1000  # columns of a file or a pipe
+# Kinds of the sites of parameters at an update.
+_OF_UPDATES = sorted(kinds_with(lambda traits: traits.of_parameter and traits.at_guard), reverse=True)
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -79,7 +81,7 @@ def sites(options: argparse.Namespace) -> None:
         raise Refused(str(err)) from err
     known: Sequence[Site] = load_graph(options.model, options.input, options.policy).sites
     actions = _actions(known, options.policy) if options.policy is not None else {}
-    known = [*known, *(site for site in actions if site.kind in ("step", "param"))]
+    known = [*known, *(site for site in actions if site.kind in _OF_UPDATES)]
     found = [site for site in known if pattern is None or pattern.matches(site)]
     if not found and pattern is not None:
         names = ", ".join(nearest(options.pattern, [str(s) for s in known])) or "there are none"
@@ -125,8 +127,7 @@ def _actions(sites: Sequence[Site], policy_name: str) -> dict[Site, list[str]]:
     """Return the actions of a policy as text, by site; of parameters those at their step and param sites too."""
     policy = load(policy_name, "the policy")
     of_parameters = [site for site in sites if site.kind == "gradient"]
-    kinds: tuple[Kind, ...] = ("step", "param")
-    all_sites = [*sites, *(replace(site, kind=kind) for kind in kinds for site in of_parameters)]
+    all_sites = [*sites, *(replace(site, kind=kind) for kind in _OF_UPDATES for site in of_parameters)]
     found = {site: [without_addresses(describe(one)) for one in ask(policy, site)] for site in all_sites}
     return {site: texts for site, texts in found.items() if texts}
 

@@ -77,7 +77,7 @@ def _items(sites: Sequence[Site], actions: Mapping[Site, Sequence[str]]) -> list
         dtype = str(site.dtype).removeprefix("torch.")
         done = f"  <- {', '.join(actions[site])}" if site in actions else ""
         module, _, name = site.name.rpartition(".")
-        if site.kind in ("gradient", "step", "param") and module:
+        if site.traits.of_parameter and module:
             key = site.kind, module, dtype, site.call, done
             before, number = found.get(key, (None, 0))
             shapes = f"{before.details.removesuffix(f'  {dtype}{done}')}, " if before is not None else ": "
@@ -85,7 +85,7 @@ def _items(sites: Sequence[Site], actions: Mapping[Site, Sequence[str]]) -> list
             found[key] = item, number + 1
             continue
         parts = _modules(site.name)
-        if site.kind in ("error", "activation") and site.name not in site.output_of:
+        if site.traits.of_value and not site.traits.needs_kind and site.name not in site.output_of:
             module, slash, op = site.name.rpartition("/")
             parts = (*_modules(module), f"/{op}") if slash else parts
         details = f"  [{shape}] {dtype} {site.source}".rstrip() + done

@@ -13,6 +13,7 @@ from gradrewrite._utils import formatting
 from gradrewrite._utils.formatting import table_of
 from gradrewrite.ir.outputs import ClipRecords, SiteOp
 from gradrewrite.ir.record_key import RecordKey, without_label
+from gradrewrite.sites import TRAITS, kinds_with
 
 MIN_STEPS = 5  # fewer values show no trend
 LISTED = 5  # sites named in one finding
@@ -20,20 +21,11 @@ SHOWN = 4  # records in the text of a step
 
 COUNTS = ("nonfinite", "nan", "inf")
 MAGNITUDES = ("norm", "max_abs", "mean_abs", "total_norm")  # the first is the fairest between layers of unlike size
-BACKWARD = frozenset(("outside", "error", "input", "gradient", "group", "step"))
-_EXECUTION = (
-    "data",
-    "activation",
-    "output",
-    "outside",
-    "error",
-    "input",
-    "gradient",
-    "group",
-    "step",
-    "param",
-    "state",
-)
+# Kinds in the order of execution, with what is no site; as ``KindTraits.order``.
+_ORDER: dict[str, int] = {"data": 0, "output": 2, "outside": 3, "group": 7}
+_ORDER |= {kind: traits.order for kind, traits in TRAITS.items() if traits.order is not None}
+_EXECUTION = sorted(_ORDER, key=_ORDER.__getitem__)
+BACKWARD = frozenset(("outside", "group", *kinds_with(lambda traits: traits.has_units)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from statistics import fmean, median, quantiles
 
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS, ClipHistory, clips_of_modules
 from gradrewrite.diagnostics.run_log import Finding, Run, Series, as_executed, is_group, kind_of, rule_of
+from gradrewrite.sites import kinds_with
 
 COLUMNS = (
     "site", "clip and bound", "acted", "median factor", "worst factor", "share", "p50", "p90", "p99", "bound to try",
@@ -208,7 +209,7 @@ def _always(row: SiteHealth) -> Finding:
 def backward_order(run: Run) -> list[str]:
     """Return the sites in backward order, kind by kind."""
     sites = as_executed(one.at.site for one in run.series.values())
-    turned = ("gradient", "step")
+    turned = kinds_with(lambda traits: traits.of_parameter and traits.has_units)
     parts = [[site for site in sites if kind_of(site) == kind] for kind in dict.fromkeys(map(kind_of, sites))]
     return [site for part in parts for site in (reversed(part) if kind_of(part[0]) in turned else part)]
 

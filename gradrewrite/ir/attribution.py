@@ -16,7 +16,7 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import number_of
 from gradrewrite.ir.provenance import Anchor, Lane, Origin, Provenance
 from gradrewrite.ir.values import Value
-from gradrewrite.sites import IN_FORWARD, Site
+from gradrewrite.sites import Site
 
 _MARKERS = (markers.mark_activation, markers.mark_error)
 
@@ -130,7 +130,7 @@ def with_edits(
         order = known[edit.site].order
         if order not in by_order:  # a result of an op that makes several: the op belongs to the first
             order = max((n for n in by_order if n < order), default=min(by_order))
-        origin = replace(by_order[order], lane=_lane(edit.site.kind in IN_FORWARD))
+        origin = replace(by_order[order], lane=_lane(edit.site.traits.in_forward))
         origins.update(dict.fromkeys(edit.nodes, origin))
         origins.update(dict.fromkeys(filter(restoring.__contains__, edit.nodes), replace(origin, lane="backward")))
     for node in record_nodes:

@@ -14,6 +14,8 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from gradrewrite.sites import TRAITS
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -76,7 +78,8 @@ class LogFigures(Generic[T]):
         """Return the log line of a clip at a site of this kind and name; None if the clip did not act."""
         if not self.clipped > 0:
             return None
-        owner, what = ("parameter", "grad") if kind in ("gradient", "step") else ("layer", "error")
+        traits = next((own for known, own in TRAITS.items() if known == kind), TRAITS["error"])
+        owner, what = "parameter" if traits.of_parameter else "layer", traits.noun
         return f"{owner}={name} need clipping, max {what}={self.max_abs:.6g} avg {what}={self.mean_abs:.6g}"
 
 

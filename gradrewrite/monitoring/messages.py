@@ -12,7 +12,6 @@ from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.replay.root_cause import analyse, analyse_checks
-from gradrewrite.sites import AT_GUARD
 
 logger = logging.getLogger("gradrewrite.monitor")
 
@@ -37,7 +36,7 @@ def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str 
     graphs = record.checked_graphs()
     failed = tuple(tuple(check.report.count for check in graph.failed(modes)) for graph in graphs)
     if failed not in record.failures:
-        is_backward = any(check.site.kind not in AT_GUARD for graph in graphs for check in graph.failed(modes))
+        is_backward = any(not check.site.traits.at_guard for graph in graphs for check in graph.failed(modes))
         found = (analyse if is_backward else analyse_checks)(record.step, graphs, modes)
         record.failures[failed] = numbered(found, record)
     error = copy.copy(record.failures[failed])  # each is raised once: it collects tracebacks

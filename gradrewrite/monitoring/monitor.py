@@ -29,9 +29,9 @@ from gradrewrite.monitoring.wholes import How, Summands
 from gradrewrite.monitoring.writers import JsonLines, Mode, TensorBoard, path_of_rank
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.replay.root_cause import find_anywhere
-from gradrewrite.sites import Pattern, Site
+from gradrewrite.sites import AT_GUARD, Pattern, Site
 
-_OF_UPDATES = ("step", "param", "state", "optimizer")  # kinds of sites whose records are one an update
+_OF_UPDATES = {*AT_GUARD, "optimizer"}  # kinds of sites whose records are one an update
 
 
 class _Records(dict[str, float]):

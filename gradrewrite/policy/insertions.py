@@ -11,7 +11,7 @@ from torch import Tensor
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.policy.recording import record_statistics
 from gradrewrite.policy.schedules import Schedule
-from gradrewrite.sites import AFTER_UPDATE, Kind, Site
+from gradrewrite.sites import AFTER_UPDATE, Kind, Site, kinds_with
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,9 +20,9 @@ ExampleQuantity: TypeAlias = Literal["square_norms", "second_moment"]
 LossReduction: TypeAlias = Literal["mean", "sum"]
 JudgedFigure: TypeAlias = Literal["total_norm", "loss"]
 
-BACKWARD: frozenset[Kind] = frozenset(("error", "gradient", "input", "step"))
-ANYWHERE: frozenset[Kind] = BACKWARD | {"activation"}
-MEASURABLE: frozenset[Kind] = ANYWHERE | AFTER_UPDATE
+BACKWARD = kinds_with(lambda traits: traits.has_units)
+ANYWHERE = kinds_with(lambda traits: not traits.needs_kind)
+MEASURABLE = ANYWHERE | AFTER_UPDATE
 SAVED: frozenset[Kind] = frozenset(("saved",))
 
 

@@ -29,7 +29,7 @@ from gradrewrite.policy.frozen import explained
 from gradrewrite.policy.insertions import SAVED, Insertion
 from gradrewrite.policy.measured_once import measured_once
 from gradrewrite.policy.scope import Context, refuse, skips_updates
-from gradrewrite.sites import BY_KIND, Kind, Pattern, Site
+from gradrewrite.sites import Kind, Pattern, Site
 
 _CALLBACK = (
     "It is called with each gr.Site (kind, name, module, op, call, shape, dtype, source, ...), and returns an action, "
@@ -221,7 +221,7 @@ def _ask(policy: Policy, site: Site, position: tuple[int, ...]) -> tuple[Answere
 
 
 def _ask_callback(policy: Callable[[Site], Answer], site: Site) -> tuple[Insertion, ...]:
-    if site.kind in BY_KIND and not isinstance(policy, Rule) and not _tells_kind(policy, site):
+    if site.traits.needs_kind and not isinstance(policy, Rule) and not _tells_kind(policy, site):
         return ()
     try:
         answer = policy(site)

@@ -21,7 +21,7 @@ from gradrewrite.policy.insertions import (
     WeighExampleGradients,
     WeighLossGradients,
 )
-from gradrewrite.sites import AFTER_UPDATE, AT_GUARD, Site
+from gradrewrite.sites import Site
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,12 +108,12 @@ REFUSALS = (
         "{at.site}: {action} does not apply to this kind of site; it applies to {allowed}",
     ),
     Limit(
-        lambda insertion, at: at.site.kind in AFTER_UPDATE and _check_of(insertion) == "skip",
+        lambda insertion, at: at.site.traits.after_update and _check_of(insertion) == "skip",
         "{at.site}: {action} sees what the update has made, and skipping cannot undo that. Check the gradients before "
         'it: gr.on("step:*", {action}); here CheckFinite takes "record", "warn" or "raise"',
     ),
     Limit(
-        lambda insertion, at: at.site.kind in AT_GUARD and at.tensor_type not in ("Tensor", "DTensor"),
+        lambda insertion, at: at.site.traits.at_guard and at.tensor_type not in ("Tensor", "DTensor"),
         "{at.site}: the tensor is a {at.tensor_type}; actions at {at.site.kind} sites take plain tensors and DTensors "
         "only",
     ),

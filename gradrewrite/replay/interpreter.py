@@ -188,7 +188,7 @@ class _Replay(fx.Interpreter):
         smallest = float(finite.amin()) if finite.numel() else float("nan")
         largest = float(finite.amax()) if finite.numel() else float("nan")
         percent = 100.0 * bad / max(value.numel(), 1)
-        is_forward = site.kind == "activation"
+        is_forward = site.traits.in_forward
         self._result.seen.append(SiteObservation(site, order, is_forward, percent, smallest, largest, node.name))
 
     def _find_roots(self) -> list[RootCause]:

@@ -31,13 +31,13 @@ def analyse_checks(step: int, graphs: Sequence[CheckedGraph], modes: Collection[
 
     Graphs are in the order in which their backwards ran. RuntimeError if no such check failed.
     """
-    forward = [(graph, c) for graph in reversed(graphs) for c in graph.failed(modes) if c.site.kind == "activation"]
-    backward = [(graph, c) for graph in graphs for c in graph.failed(modes) if c.site.kind != "activation"]
+    forward = [(graph, c) for graph in reversed(graphs) for c in graph.failed(modes) if c.site.traits.in_forward]
+    backward = [(graph, c) for graph in graphs for c in graph.failed(modes) if not c.site.traits.in_forward]
     if not forward and not backward:
         raise RuntimeError(note or "the op at fault leads to no site")
     (graph, check), *rest = forward + backward
     size = math.prod(math.nan if s is None else s for s in check.site.shape)
-    is_activation = check.site.kind == "activation"
+    is_activation = check.site.traits.in_forward
     return NonFiniteError(
         check.site,
         step=step,

@@ -24,7 +24,7 @@ def check_subclasses(answers: Mapping[Site, Sequence[Answered]], classes: Mappin
     for site, found in answers.items():
         if not found:
             continue
-        if site.kind in ("gradient", "input"):
+        if site.traits.is_leaf:
             raise UnsupportedGradientError(
                 f"{site}: the gradient is a tensor subclass other than DTensor, and {describe(found[0].action)} takes "
                 f"plain tensors and DTensors only. Let the policy leave this site alone: one that returns None at "

@@ -21,7 +21,7 @@ from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loss_gradients import LossGradients, Rows
 from gradrewrite.rewriting.loss_scale import LossScale
 from gradrewrite.rewriting.record_packing import RecordPacking
-from gradrewrite.sites import IN_FORWARD, Site
+from gradrewrite.sites import Site
 
 # From this many measured errors and activations on, their statistics are opaque, except on CUDA: see docs/design.md.
 MANY = 64
@@ -81,7 +81,7 @@ class Canvas:
     ) -> tuple[list[fx.Node], list[fx.Node]]:
         """Insert the graph of an action at a point; return the nodes of its outputs, and all new ones."""
         tag = "must_be_in_backward" if traced.reads_live else "is_backward"
-        tag = "is_forward" if point.site.kind == "activation" else tag
+        tag = "is_forward" if point.site.traits.in_forward else tag
         return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
 
     def note(
@@ -127,9 +127,9 @@ class Canvas:
         ``where`` names the states of a group.
         """
         # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
-        is_apart = is_measured_apart(site.device) or site.kind in ("gradient", "input", "step")
+        is_apart = is_measured_apart(site.device) or site.traits.is_leaf
         is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
-        scale = None if site.kind in IN_FORWARD else self.scale_on(site.device)
+        scale = None if site.traits.in_forward else self.scale_on(site.device)
         return TraceMode(is_opaque, scale, self.states_at(where or str(site)))
 
     def mode_at(self, point: InsertionPoint) -> TraceMode:

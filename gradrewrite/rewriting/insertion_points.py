@@ -68,7 +68,7 @@ def find_insertion_points(marked: MarkedJointGraph) -> FoundPoints:
     order = {node: number for number, node in enumerate(marked.graph.nodes)}
     _find_values(marked, order, found)
     gradients = _points_of_gradients(marked, order)
-    found.points += sorted(gradients, key=lambda point: point.site.kind != "gradient")
+    found.points += sorted(gradients, key=lambda point: not point.site.traits.of_parameter)
     for position, node in aot_autograd.subclass_gradients(marked.graph).items():
         given = marked.inputs.get(position)
         if given is not None and given.has_site:

@@ -37,7 +37,7 @@ from gradrewrite.numerics.measuring import OP_MEASURE, OP_PACK, pack, text_of
 from gradrewrite.policy.insertions import Insertion, MeasureTensor, ReplaceTensor
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.record_nodes import LossOf, RecordNode, RecordNumbering
-from gradrewrite.sites import IN_FORWARD, Site
+from gradrewrite.sites import Site
 
 # Bytes that are measured by one operation on the CPU. It keeps tensors alive for longer than the graph would, and reads
 # them when they are no longer in a small cache; each operation costs about 10 us.
@@ -109,7 +109,7 @@ class RecordPacking:
         ordered = sorted(keys.items())
         for number, group in itertools.groupby(ordered, key=lambda item: item[0][0]):
             own_keys = tuple(key for _, key in group)
-            is_forward, skips = site.kind in IN_FORWARD, not skipping.isdisjoint(own_keys)
+            is_forward, skips = site.traits.in_forward, not skipping.isdisjoint(own_keys)
             self.records.append(RecordNode(own_keys, outputs[number], is_forward, skips))
         return [key for _, key in ordered]
 
@@ -153,7 +153,7 @@ class RecordPacking:
                 names = statistics
             case ReplaceTensor() as effect:
                 names = {name: effect.statistics[name] for name in effect.observed}
-        if not names or site.kind == "step":  # whose gradient all ranks have
+        if not names or site.traits.at_guard:  # whose figures all ranks have
             return None
         size = None if None in site.shape else math.prod(size or 0 for size in site.shape)
         return MeasuredTensor(names, size, replicas, len(self.placed))
@@ -207,7 +207,7 @@ class RecordPacking:
             layouts.append(Pack(tuple(key for record in records for key in record.keys), num_skips, has_verdict))
         of_kept = [placed.site for placed in self.placed if isinstance(placed.report, Kept)]
         kept = [
-            node if site.kind != "activation" else forward.for_backward(node)
+            node if not site.traits.in_forward else forward.for_backward(node)
             for site, node in zip(of_kept, self.kept, strict=True)
         ]
         new += (node for node, before in zip(kept, self.kept, strict=True) if node is not before)

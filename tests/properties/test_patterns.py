@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Observe, Scale
 from gradrewrite.policy.rules import ask
-from gradrewrite.sites import AFTER_UPDATE, KINDS, Pattern, Site
+from gradrewrite.sites import AFTER_UPDATE, TRAITS, Pattern, Site
 
 pytestmark = pytest.mark.pure
 
-KIND = st.sampled_from(KINDS)
+KIND = st.sampled_from(list(TRAITS))
 PART = st.text(st.characters(exclude_characters="/#:", exclude_categories=("Cs",)), min_size=1, max_size=6)
 MODULE = st.lists(PART, min_size=1, max_size=3).map(".".join)
 NAME = MODULE | st.builds("{}/{}".format, MODULE | st.just(""), PART)

@@ -16,7 +16,7 @@ from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_file import plain_number
-from gradrewrite.diagnostics.run_log import Run
+from gradrewrite.diagnostics.run_log import BACKWARD, Run
 from gradrewrite.diagnostics.site_health import backward_order
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz import _layout
@@ -275,8 +275,7 @@ def _records(run: Run | None) -> tuple[dict[str, Any], list[int]]:
             continue
         known = series.by_step
         values[site][name] = [_number(known.get(n)) for n in numbers]
-    kinds = ("error", "input", "gradient", "group", "step")
-    order = [site for site in backward_order(run) if site.partition(":")[0] in kinds]
+    order = [site for site in backward_order(run) if site.partition(":")[0] in BACKWARD - {"outside"}]
     rows = [(site, name) for site in order for name in [one for one in _SIZES if one in values[site]][:1]]
     first = len(numbers) if last == run.steps[-1].step else numbers.index(last)
     return {"steps": numbers, "values": values, "first": first, "rows": rows}, numbers

@@ -39,7 +39,6 @@ from gradrewrite.rewriting.canvas import Canvas, is_measured_apart
 from gradrewrite.rewriting.example_gradients import Asked
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.record_nodes import RecordNode
-from gradrewrite.sites import IN_FORWARD
 
 
 def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion]) -> None:
@@ -141,7 +140,7 @@ def _measure(canvas: Canvas, point: InsertionPoint, insertion: Insertion, measur
         return
     seen = Anchor(point.node.name, point.order)
     keys = canvas.packing.measure(insertion, point.site, replicas=point.replicas, loss=point.records_of, seen=seen)
-    statistics, is_forward = tuple(measure.statistics.values()), point.site.kind in IN_FORWARD
+    statistics, is_forward = tuple(measure.statistics.values()), point.site.traits.in_forward
     skips = measure.fails == "skip"
     canvas.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
 

@@ -29,7 +29,7 @@ from gradrewrite.policy.insertions import (
     WeighLossGradients,
 )
 from gradrewrite.policy.rules import ask_in_order, rule_skips
-from gradrewrite.sites import KINDS, Kind, Site
+from gradrewrite.sites import TRAITS, Kind, Site
 
 pytestmark = pytest.mark.pure
 
@@ -82,7 +82,7 @@ def test_effect_of_each_action_at_each_of_its_kinds(name: str) -> None:
     kinds = kinds_of(action)
 
     assert kinds
-    for kind in KINDS:  # at a kind that is not allowed too: nobody knows before the insertion says so
+    for kind in TRAITS:  # at a kind that is not allowed too: nobody knows before the insertion says so
         found = insertion_at(action, site(kind))
         assert type(found.effect) is wanted
         assert found.kinds == kinds
