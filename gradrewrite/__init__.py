@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from gradrewrite.diagnostics.first_difference import Difference as Difference
     from gradrewrite.diagnostics.memory import Memory as Memory
     from gradrewrite.diagnostics.run_file import read_jsonl as read_jsonl
-    from gradrewrite.diagnostics.run_log import Finding as Finding
     from gradrewrite.diagnostics.run_log import Origin as Origin
     from gradrewrite.diagnostics.run_log import Step as Step
     from gradrewrite.errors import CallbackError as CallbackError
@@ -73,7 +72,7 @@ _PUBLIC = {
     "diagnostics.causes": "Cause",
     "diagnostics.first_difference": "Difference",
     "diagnostics.run_file": "read_jsonl",
-    "diagnostics.run_log": "Finding Origin Step",
+    "diagnostics.run_log": "Origin Step",
     "errors": (
         "CallbackError GraphBreakError NonFiniteError NoSuchSiteError NotRewrittenError PolicyError PrecedingSite "
         "RewriteError RewriteWarning SpikeError TraceError UnsupportedGradientError"
@@ -104,6 +103,11 @@ def __getattr__(name: str) -> Any:
     """Import a public name."""
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name == "Finding":
+        from gradrewrite._utils.warnings import warn
+
+        warn("gr.Finding is gr.Cause; the old name goes in 0.3")
+        return __getattr__("Cause")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
     value = getattr(importlib.import_module(_MODULES[name]), name)

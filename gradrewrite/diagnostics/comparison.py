@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import stdev
 
+from gradrewrite.diagnostics.causes import words
 from gradrewrite.diagnostics.nonfinite_steps import is_bad
-from gradrewrite.diagnostics.run_log import Run, loss_series, words
+from gradrewrite.diagnostics.run_log import Run, loss_series
 
 MAX_LOSSES = 10  # steps whose mean loss is "the first" and "the last"
 LOWER_PEAK = 0.2  # of the range of both losses; a peak that is lower by less is no difference

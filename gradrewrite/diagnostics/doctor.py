@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from gradrewrite._utils.grouping import grouped
+from gradrewrite.diagnostics.causes import KINDS, Cause, Kind, words
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.growth import growth_over_layers, growth_over_steps, measured_over_steps
@@ -16,14 +17,12 @@ from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of, harmful
 from gradrewrite.diagnostics.run_log import (
     LISTED,
     MIN_STEPS,
-    Finding,
     Run,
     Series,
     Step,
     last_run,
     listed,
     listed_values,
-    words,
 )
 from gradrewrite.diagnostics.site_health import SiteHealth, clips_always, sites_of, steps_of_clips
 
@@ -59,10 +58,11 @@ class SkippedRule:
     def to_json(self) -> dict[str, object]:
         """As a finding of the kind ``"not judged"``."""
         figures = {"needed": self.needed, "steps": self.steps, "sites": len(self.sites)}
-        return Finding("not judged", "", -1, f"{self}.", figures, f"Record at least {self.needed} steps.").to_json()
+        advice = f"Record at least {self.needed} steps."
+        return Cause("not judged", "", text=f"{self}.", advice=advice, figures=figures).to_json()
 
 
-def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
+def diagnose(steps: Sequence[Step]) -> tuple[Cause, ...]:
     """Return the findings on a run, the gravest first.
 
     Each clip and each site that grows has a finding of its own, the worst of a kind first.
@@ -75,7 +75,7 @@ def diagnose(steps: Sequence[Step]) -> tuple[Finding, ...]:
     return findings_on(run, sites_of(run))
 
 
-def findings_on(run: Run, sites: Sequence[SiteHealth]) -> tuple[Finding, ...]:
+def findings_on(run: Run, sites: Sequence[SiteHealth]) -> tuple[Cause, ...]:
     """Return the findings, with bounds as of the sites."""
     rules = (_non_finite, growth_over_steps, growth_over_layers, saturated, dead, imprecise)
     return (*(finding for rule in rules for finding in rule(run)), *clips_always(sites))
@@ -100,7 +100,7 @@ def skipped_rules(steps: Sequence[Step]) -> tuple[SkippedRule, ...]:
     return tuple(found)
 
 
-def sentences(findings: Sequence[Finding], rule_of: Mapping[str, str]) -> list[str]:
+def sentences(findings: Sequence[Cause], rule_of: Mapping[str, str]) -> list[str]:
     """Return a line for each kind of findings.
 
     Findings on clips have one for each rule; rules are by the keys of findings.
@@ -109,12 +109,11 @@ def sentences(findings: Sequence[Finding], rule_of: Mapping[str, str]) -> list[s
     found = []
     for first, *rest in groups.values():
         also = f" So also at {listed([*dict.fromkeys(one.site for one in rest)])}." if rest else ""
-        advice = first.suggestion.partition("\n")[0]  # the rules behind it are in the policy of all causes
-        found.append(f"{first.kind}: {first.text} {advice}{also}")
+        found.append(f"{first.kind}: {first.text} {first.advice}{also}")  # the rules are in the policy of all causes
     return found
 
 
-def _non_finite(run: Run) -> list[Finding]:
+def _non_finite(run: Run) -> list[Cause]:
     bad = bad_steps(run)
     if not bad:
         faulty = _faulty_rate(run, {}, until=math.inf) or _non_finite_loss(run)
@@ -137,16 +136,15 @@ def _non_finite(run: Run) -> list[Finding]:
         f"{cause} {site}{elements}, in {run.place(step)}; sites of that step that are not finite: {len(first.sites)}; "
         f"{times}.{_DROPPED if dropped else ''}"
     )
-    return [Finding(kind, site, step, text, figures, suggestion)]
+    return [Cause(kind, site, step=step, text=text, advice=suggestion, figures=figures)]
 
 
 def _cause(run: Run, site: str, *, recovered: bool, dropped: bool) -> tuple[str, str, str]:
     if site.startswith("data:"):
-        advice = "Look at the batch of that step, and filter such examples before they reach the model."
-        return "faulty input", "An input of the model is not finite:", advice
+        return "faulty input", "An input of the model is not finite:", KINDS["faulty input"].advice
     if site.startswith("outside:"):
-        advice = "Look at the loss function: log, sqrt, a division by zero or by an empty mask; clamp its argument."
-        return "faulty loss", "The forward is finite and the gradient that comes in from the loss is not:", advice
+        text = "The forward is finite and the gradient that comes in from the loss is not:"
+        return "faulty loss", text, KINDS["faulty loss"].advice
     checked = ("error:*/*" if "/" in site else "error:*") if dropped else "gradient:*"
     advice = f'Use gr.on("{checked}", CheckFinite()): a failed step is replayed; its error names the op and its line.'
     if has_counts(run) and not dropped:
@@ -165,7 +163,7 @@ def _cause(run: Run, site: str, *, recovered: bool, dropped: bool) -> tuple[str,
     return "non-finite", "The first value that is not finite is at", advice
 
 
-def _non_finite_loss(run: Run) -> Finding | None:
+def _non_finite_loss(run: Run) -> Cause | None:
     """Return the finding on a non-finite loss."""
     loss = loss_of(run)
     if loss is None or loss.bad_step < 0:
@@ -179,10 +177,11 @@ def _non_finite_loss(run: Run) -> Finding | None:
     if not has_counts(run):
         checks = 'gr.on("gradient:*", CheckFinite()) names the op and its line.'
         advice = f"Record the backward of that step: {checks} {advice}"
-    return Finding("non-finite", "", loss.bad_step, text, {"step": loss.bad_step, "last": loss.last}, advice)
+    figures = {"step": loss.bad_step, "last": loss.last}
+    return Cause("non-finite", "", step=loss.bad_step, text=text, advice=advice, figures=figures)
 
 
-def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Finding | None:
+def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Cause | None:
     """Return the finding on a negative or non-finite learning rate."""
     rates = [(*row, one.at.site) for one in run.select(("lr",), ("optimizer",)) for row in one.by_step.items()]
     faulty = [row for row in rates if row[0] <= until and not 0 <= row[1] < math.inf]
@@ -193,8 +192,7 @@ def _faulty_rate(run: Run, figures: Mapping[str, float], *, until: float) -> Fin
     text = f"The learning rate of {site} is {words(rate)} in {run.place(step)}{after}."
     known = {"learning_rate": rate, "learning_rate_step": step}
     known |= {("first_bad_step" if name == "step" else name): value for name, value in figures.items()}
-    advice = "Look at the schedule at that step: a division by zero, or a step beyond its end."
-    return Finding("faulty learning rate", site, step, text, known, advice)
+    return _of_kind("faulty learning rate", site, step, text, known)
 
 
 def _longest(series: Sequence[Series]) -> dict[str, int]:
@@ -204,24 +202,21 @@ def _longest(series: Sequence[Series]) -> dict[str, int]:
     return found
 
 
-def saturated(run: Run) -> list[Finding]:
+def saturated(run: Run) -> list[Cause]:
     """Return a finding for units at their bounds."""
     what = "Units sit at the bounds of their tanh or sigmoid"
-    advice = "Start from smaller weights, or normalize what comes in: a saturated unit passes almost no error on."
-    return _high_shares(run, SATURATED_LIMITS, "saturated", what, advice)
+    return _high_shares(run, SATURATED_LIMITS, "saturated", what)
 
 
-def dead(run: Run, limits: Limits = DEAD_LIMITS) -> list[Finding]:
+def dead(run: Run, limits: Limits = DEAD_LIMITS) -> list[Cause]:
     """Return a finding for zeros; limits by record and kind."""
-    advice = "Lower the learning rate, start from another bias, or use a unit that leaks (LeakyReLU, GELU)."
-    return _high_shares(run, limits, "dead", "Almost all elements are exactly 0", advice)
+    return _high_shares(run, limits, "dead", "Almost all elements are exactly 0")
 
 
-def imprecise(run: Run) -> list[Finding]:
+def imprecise(run: Run) -> list[Cause]:
     """Return a finding for stored tensors with large errors."""
     what = f"Stored tensors have a relative error above {IMPRECISE:.0%} (in bfloat16 about 0.2%)"
-    advice = 'Keep them in a wider form, Store("bfloat16"), or leave them out of the rule.'
-    return _high_shares(run, IMPRECISE_LIMITS, "stored error", what, advice)
+    return _high_shares(run, IMPRECISE_LIMITS, "stored error", what)
 
 
 def shares_of(run: Run, limits: Limits) -> list[Series]:
@@ -229,7 +224,7 @@ def shares_of(run: Run, limits: Limits) -> list[Series]:
     return [one for one in run.series.values() if (one.record, one.at.kind) in limits]
 
 
-def _high_shares(run: Run, limits: Limits, kind: str, what: str, advice: str) -> list[Finding]:
+def _high_shares(run: Run, limits: Limits, kind: Kind, what: str) -> list[Cause]:
     """Return a finding for high median shares in the end."""
     found: dict[str, tuple[float, int, int]] = {}  # share, first step, number of steps
     for one in shares_of(run, limits):
@@ -249,4 +244,8 @@ def _high_shares(run: Run, limits: Limits, kind: str, what: str, advice: str) ->
     text = f"{what}, as the median over the last {steps} steps: {listed_values(shares)}."
     figures = {"share": share, "steps": steps, "sites": len(found)}
     figures |= {f"share@{site}": value for site, value in shares[1:LISTED]}
-    return [Finding(kind, worst, step, text, figures, advice)]
+    return [_of_kind(kind, worst, step, text, figures)]
+
+
+def _of_kind(kind: Kind, site: str, step: int, text: str, figures: Mapping[str, float]) -> Cause:
+    return Cause(kind, site, step=step, text=text, advice=KINDS[kind].advice, figures=figures)

@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
 from gradrewrite._utils.formatting import plain_table
 from gradrewrite._utils.html_tables import html_table, write_table_page
-from gradrewrite.diagnostics.run_log import Run, Step, as_executed, last_run, listed, words
+from gradrewrite.diagnostics.causes import words
+from gradrewrite.diagnostics.run_log import Run, Step, as_executed, last_run, listed
 from gradrewrite.ir.outputs import SiteOp
 
 DifferenceKind = Literal["bits", "values", "shape", "missing"]

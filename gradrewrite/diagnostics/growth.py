@@ -9,6 +9,7 @@ from itertools import dropwhile, pairwise
 from statistics import median
 
 from gradrewrite._utils.grouping import grouped
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import loss_of
 from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
@@ -17,7 +18,6 @@ from gradrewrite.diagnostics.run_log import (
     LISTED,
     MAGNITUDES,
     MIN_STEPS,
-    Finding,
     Run,
     Series,
     Step,
@@ -42,7 +42,7 @@ MAX_ONE_LAYER = 0.6  # of the ratio from end to end, in logs; four layers have t
 _LARGEST_LOG = 700.0  # exp of more overflows
 
 
-def growth_over_steps(run: Run) -> list[Finding]:
+def growth_over_steps(run: Run) -> list[Cause]:
     """Return findings for steady growth per step, the earliest first.
 
     Groups have one only where no single site grows.
@@ -56,11 +56,11 @@ def growth_over_steps(run: Run) -> list[Finding]:
     begin = min(one.step for one in single)
     sites = as_executed(one.site for one in single)
 
-    def order(one: Finding) -> tuple[int, float, int]:
+    def order(one: Cause) -> tuple[int, float, int]:
         late = one.step if one.step > begin + SLACK else begin
         return late, -round(math.log(one.figures["to"]) - math.log(one.figures["from"]), 6), sites.index(one.site)
 
-    worst: dict[str, Finding] = {}
+    worst: dict[str, Cause] = {}
     for growth in sorted(single, key=order):
         worst.setdefault(growth.site, growth)  # of several records of a site
     return list(worst.values())
@@ -71,7 +71,7 @@ def measured_over_steps(run: Run) -> list[Series]:
     return run.select(MAGNITUDES, BACKWARD - {"outside"})
 
 
-def _growth(run: Run, series: Series, *, is_clipped: bool) -> Finding | None:
+def _growth(run: Run, series: Series, *, is_clipped: bool) -> Cause | None:
     pairs = [(step, math.log(v)) for step, v in series.by_step.items() if 0 < v < math.inf]
     if len(pairs) < MIN_STEPS:
         return None
@@ -100,7 +100,7 @@ def _growth(run: Run, series: Series, *, is_clipped: bool) -> Finding | None:
     clip = f", or clip by a norm near {low:.2g}, the level at which growth begins"
     figures = {"growth_per_step": factor, "from": low, "to": high, "steps": steps}
     advice = f"Lower the learning rate{'' if is_clipped else clip}."
-    return Finding("exploding", site, step, f"{text}, {steps} steps later.", figures, advice)
+    return Cause("exploding", site, step=step, text=f"{text}, {steps} steps later.", advice=advice, figures=figures)
 
 
 def _exp(log: float) -> float:
@@ -273,7 +273,7 @@ def _described(chain: Chain) -> tuple[str, str, dict[str, float]]:
     return growth, f"{ends}, over {len(chain.sites)} {chain.unit}s", figures | {f"{chain.unit}s": len(chain.sites)}
 
 
-def growth_over_layers(run: Run) -> list[Finding]:
+def growth_over_layers(run: Run) -> list[Cause]:
     """Return a finding for steady growth or decay per layer."""
     steps = judged_steps(run) if run.steps else ()
     chains = chains_of(run, steps)
@@ -283,22 +283,22 @@ def growth_over_layers(run: Run) -> list[Finding]:
     return [vanishing(steps, chain) for chain in chains if chain.vanishes][:1]
 
 
-def exploding(steps: Sequence[Step], chain: Chain) -> Finding:
+def exploding(steps: Sequence[Step], chain: Chain) -> Cause:
     """Return the finding for an exploding chain."""
     growth, ends, figures = _described(chain)
     text = f"Errors grow {growth} on the way back: {ends}."
     begin = chain.first_step(steps, lambda ratio: ratio >= EXPLODING_LAYERS)
     site = chain.sites[-1].partition("#")[0]
     clipped = [site] if chain.module else chain.sites[::-1]
-    rules = [rule_of(name, "ClipByNorm", 2 * chain.sizes[0]) for name in clipped]
+    rules = tuple(rule_of(name, "ClipByNorm", 2 * chain.sizes[0]) for name in clipped)
     advice = (
         "Clip the error where it grows: a clip of the gradients acts when it has grown already. Or start from smaller "
         "weights."
     )
-    return Finding("exploding", site, begin, text, figures, "\n".join((advice, *rules)))
+    return Cause("exploding", site, step=begin, text=text, advice=advice, rules=rules, figures=figures)
 
 
-def vanishing(steps: Sequence[Step], chain: Chain) -> Finding:
+def vanishing(steps: Sequence[Step], chain: Chain) -> Cause:
     """Return the finding for a vanishing chain."""
     sizes = list(zip(chain.sites, chain.sizes, strict=True))
     gone = [(site, size) for site, size in sizes if size <= VANISHING_LAYERS * chain.sizes[0]]
@@ -316,4 +316,4 @@ def vanishing(steps: Sequence[Step], chain: Chain) -> Finding:
         advice = (
             f"Look at what comes after {gone[0][0]}: dead units, a detach, a Zero(), or underflow in half precision."
         )
-    return Finding("vanishing", gone[0][0], begin, text, figures, advice)
+    return Cause("vanishing", gone[0][0], step=begin, text=text, advice=advice, figures=figures)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import Loss, compare_runs, loss_of, loss_text
 from gradrewrite.diagnostics.doctor import findings_on, sentences, skipped_rules
@@ -13,7 +14,7 @@ from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.loss_conflicts import conflicts_in
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of
 from gradrewrite.diagnostics.number_formats import remarks_on
-from gradrewrite.diagnostics.run_log import Finding, Run, Step, last_run
+from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.diagnostics.site_health import SiteHealth, sites_of, where_needed, with_baseline
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_table, skips_text
 from gradrewrite.diagnostics.verdict import Verdict, judge
@@ -30,9 +31,9 @@ class Health:
     # Figures of all sites with a clip or a magnitude, from the output of the model to its input, kind by kind.
     sites: tuple[SiteHealth, ...]
     # What the doctor found, the gravest first, with what is no fault.
-    findings: tuple[Finding, ...]
+    findings: tuple[Cause, ...]
     # The verdict and its further causes, then findings that say something else; ``()`` if the verdict is sound.
-    faults: tuple[Finding, ...]
+    faults: tuple[Cause, ...]
     # Site, step and number of elements (NaN if not counted) of the first value that is not finite; of the loss the text
     # of its key instead of a site; None if all were finite.
     first_bad: tuple[str, int, float] | None

@@ -9,13 +9,13 @@ from itertools import pairwise
 from statistics import median
 
 from gradrewrite.diagnostics import growth
-from gradrewrite.diagnostics.causes import Cause, Kind, Outcome
+from gradrewrite.diagnostics.causes import KINDS, Cause, Kind, Outcome, traits_of, words
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import comparable_sizes, loss_of, mean_of
 from gradrewrite.diagnostics.doctor import DEAD, dead, saturated
 from gradrewrite.diagnostics.growth import LARGE_JUMP, Chain, are_neighbors, chains_of, factor_of, judged_steps
-from gradrewrite.diagnostics.nonfinite_steps import NON_FINITE, harmful_steps, skips_updates
-from gradrewrite.diagnostics.run_log import Finding, Run, Step, is_group, loss_series, rule_of, words
+from gradrewrite.diagnostics.nonfinite_steps import harmful_steps, skips_updates
+from gradrewrite.diagnostics.run_log import Run, Step, is_group, loss_series, rule_of
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.sites import Site
@@ -29,7 +29,6 @@ RISES = 10.0  # from the first step to the last finite one
 UNDERFLOW = 0.9  # share of zeros in float16
 LOW_CLIP = 0.3  # median factor of a clip that always acts
 STRONG_CLIP = 0.2  # median factor of a clip that hides one layer, over that of the clips of other errors
-MILD = ("clip acts always", "saturated", "dead", "stored error")  # findings that leave room for other causes
 _NEAR = 3  # steps around a spike
 
 
@@ -86,7 +85,7 @@ class Judge:
     """The causes of one run, each rule a method."""
 
     def __init__(
-        self, run: Run, findings: Sequence[Finding], sites: Sequence[SiteHealth], evidence: Evidence, *, is_higher: bool
+        self, run: Run, findings: Sequence[Cause], sites: Sequence[SiteHealth], evidence: Evidence, *, is_higher: bool
     ) -> None:
         """Judge a run.
 
@@ -133,7 +132,7 @@ class Judge:
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, the gravest first."""
-        found, is_grave = self.bad_batch(), any(one.kind not in MILD for one in self.findings)
+        found, is_grave = self.bad_batch(), any(traits_of(one.kind).gravity != "mild" for one in self.findings)
         if self.outcome == "non-finite":
             found += self.exploding()
             found = found or self.one_layer() or self.learning_rate() or self.op()
@@ -158,13 +157,13 @@ class Judge:
     def _cause(self, kind: Kind, site: str, factor: float, step: int, text: str, advice: str, *rules: str) -> Cause:
         known = self.evidence.sites.get(site)
         source = "" if known is None else known.source
-        return Cause(kind, site, source, factor, step, text, advice, rules)
+        return Cause(kind, site, source, factor, step, text, advice or KINDS[kind].advice, rules)
 
-    def _found(self, kind: Kind, findings: Sequence[Finding], factor: float = math.nan) -> list[Cause]:
+    def _found(self, kind: Kind, findings: Sequence[Cause], factor: float = math.nan) -> list[Cause]:
         """Return the cause in the first finding."""
-        return [self._cause(kind, f.site, factor, f.step, f.text, *f.suggestion.split("\n")) for f in findings[:1]]
+        return [self._cause(kind, f.site, factor, f.step, f.text, f.advice, *f.rules) for f in findings[:1]]
 
-    def _bounded(self, kind: Kind, factor: float, step: int, text: str, advice: str) -> list[Cause]:
+    def _bounded(self, kind: Kind, factor: float, step: int, text: str) -> list[Cause]:
         """Return a cause of large updates, with a bound.
 
         It is twice the usual size, or, of a learning rate that is too high, twice the first.
@@ -172,8 +171,8 @@ class Judge:
         finite = [size for size in self.sizes.values() if 0 < size < math.inf]
         bound = 2 * (finite[0] if kind == "learning rate" else median(finite)) if finite else math.inf
         if self.bound <= bound:
-            return [self._cause(kind, "", factor, step, text, advice)]
-        advice += " The suggested clip, with gr.guard(optimizer, model), bounds such an update."
+            return [self._cause(kind, "", factor, step, text, "")]
+        advice = f"{KINDS[kind].advice} The suggested clip, with gr.guard(optimizer, model), bounds such an update."
         return [self._cause(kind, "", factor, step, text, advice, f'gr.on("step:*", ClipByGlobalNorm({bound:.2g}))')]
 
     def exploding(self) -> list[Cause]:
@@ -189,7 +188,7 @@ class Judge:
             left = f"and leaves {late.median_factor:.2g} of all gradients"
             finding = replace(finding, text=f"{finding.text} {late.action} at {late.site} acts after that, {left}.")
         if self.bound == math.inf:
-            finding = replace(finding, suggestion=f"{finding.suggestion}\n{_ALL_GRADIENTS}")
+            finding = replace(finding, rules=(*finding.rules, _ALL_GRADIENTS))
         site = chain.sites[-1].partition("#")[0] if chain.module else chain.sites[-1]
         return self._found("exploding", [replace(finding, site=site)], factor_of(chain))
 
@@ -246,8 +245,7 @@ class Judge:
                 times = f"{words(size / usual)} times the usual {words(usual)}"
                 batch = f"The batch of {self.run.place(step)}"
                 text = f"{batch} has values up to {words(size)}, {times}, and the step goes wrong."
-                advice = "Look at that batch, and filter or normalize such values."
-                return self._bounded("bad batch", size / usual, step, text, advice)
+                return self._bounded("bad batch", size / usual, step, text)
         return []
 
     def _goes_wrong(self, step: int) -> bool:
@@ -273,7 +271,7 @@ class Judge:
             f"The gradients of {self.run.place(step)} are {words(size / usual)} times as large as usual, those around "
             "it are not."
         )
-        return self._bounded("spike", size / usual, step, text, "Look at that step.")
+        return self._bounded("spike", size / usual, step, text)
 
     def learning_rate(self) -> list[Cause]:
         """Loss or gradients with growth over the steps."""
@@ -289,20 +287,20 @@ class Judge:
                     "learning rate is too high."
                 )
                 lowest = min(finite, key=lambda row: row[1])[0]
-                advice = "Lower the learning rate, for a start to a tenth, or warm it up."
-                return self._bounded("learning rate", last / first, lowest, text, advice)
+                return self._bounded("learning rate", last / first, lowest, text)
         return []
 
     def op(self) -> list[Cause]:
         """The op behind the first non-finite value, by a replay."""
         failure = self.evidence.failure
         if failure is None:
-            return self._found("non-finite op", [one for one in self.findings if one.kind in NON_FINITE])
+            return self._found("non-finite op", [one for one in self.findings if traits_of(one.kind).is_non_finite])
         text = f"{failure.text.partition('; just before it')[0]}."
-        cause = Cause("non-finite op", str(failure.site), failure.source, math.nan, failure.step, text, _MEND)
+        advice = KINDS["non-finite op"].advice
+        cause = Cause("non-finite op", str(failure.site), failure.source, math.nan, failure.step, text, advice)
         if skips_updates(self.run):
             return [cause]
-        skips = f"{_MEND} The suggested rule skips such updates, with gr.guard(optimizer, model)."
+        skips = f"{advice} The suggested rule skips such updates, with gr.guard(optimizer, model)."
         return [replace(cause, advice=skips, rules=('gr.on("gradient:*", CheckFinite("skip"))',))]
 
     def underflow(self) -> list[Cause]:
@@ -312,8 +310,7 @@ class Judge:
             known, share = self.evidence.sites.get(one.at.site), median(one.values)
             if known is not None and str(known.dtype) == "torch.float16" and share > UNDERFLOW:
                 text = f"{share:.1%} of {one.at.site} are 0: it is too small for float16, which ends at 6e-8."
-                advice = "Scale the loss (torch.amp.GradScaler), or use bfloat16."
-                found.append(self._cause("underflow", one.at.site, math.nan, one.steps[0], text, advice))
+                found.append(self._cause("underflow", one.at.site, math.nan, one.steps[0], text, ""))
         return ([cause for cause in found if cause.site.startswith("error:")] or found)[-1:]
 
     def vanishing(self) -> list[Cause]:
@@ -367,4 +364,3 @@ _OUTCOMES: dict[Outcome, str] = {
 }
 _ALL_GRADIENTS = 'gr.on("gradient:*", ClipByGlobalNorm(1.0))'
 _SMALLER = "start its weights smaller, lower its learning rate, or normalize its input (LayerNorm)."
-_MEND = "Mend that line (a clamp, an epsilon, an empty mask)."

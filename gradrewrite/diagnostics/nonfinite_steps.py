@@ -19,8 +19,6 @@ from gradrewrite.diagnostics.run_log import (
     loss_series,
 )
 
-NON_FINITE = ("non-finite", "faulty input", "faulty loss", "faulty learning rate")  # kinds of findings
-
 
 @dataclass(frozen=True, slots=True)
 class BadStep:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradrewrite._utils.grouping import grouped
+from gradrewrite.diagnostics.causes import Cause, traits_of
 from gradrewrite.diagnostics.health import Health, examine
-from gradrewrite.diagnostics.nonfinite_steps import NON_FINITE, bad_steps
+from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_file import read_with_rank
-from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run
+from gradrewrite.diagnostics.run_log import Step, as_executed, last_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def examine_ranks(runs: Mapping[int, Sequence[Step]]) -> Health:
         return health
     every = [(number, rank, fault) for rank in order for number, fault in enumerate(by_rank[rank].faults)]
     alike = grouped((_subject(row[2]), row) for row in every)
-    found: list[tuple[str, Finding]] = []  # behind their ranks as text
+    found: list[tuple[str, Cause]] = []  # behind their ranks as text
     for key, rows in sorted(alike.items(), key=lambda item: min(number for number, *_ in item[1])):
         (_, rank, fault), ranks = rows[0], sorted(r for _, r, _ in rows)
         prefix = f"{_named(ranks, len(runs))}:" if key or first is None else str(first)
@@ -99,9 +100,9 @@ def first_bad_of(runs: Mapping[int, Sequence[Step]]) -> FirstBad | None:
     return FirstBad(rank, step, run.place(step), site, tuple(other for other, _ in there if other != rank))
 
 
-def _subject(fault: Finding) -> tuple[str, ...]:
+def _subject(fault: Cause) -> tuple[str, ...]:
     """Key of a fault of several ranks; one for all non-finite values."""
-    return () if fault.kind in NON_FINITE else (fault.kind, fault.site, fault.key)
+    return () if traits_of(fault.kind).is_non_finite else (fault.kind, fault.site, fault.key)
 
 
 def _named(ranks: Sequence[int], number: int | None = None) -> str:

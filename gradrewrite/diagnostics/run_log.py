@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -83,48 +82,6 @@ class Step:
         """All records, or their number if large."""
         many = len(self.records) > SHOWN
         return f"Step({self.step}, {f'{{{len(self.records)} records}}' if many else dict(self.records)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One fault of a run.
-
-    Attributes:
-        kind: ``"non-finite"``, ``"faulty input"``, ``"faulty learning rate"``, ``"faulty loss"``, ``"exploding"``,
-            ``"vanishing"``, ``"saturated"``, ``"dead"``, ``"stored error"`` or ``"clip acts always"``; of a fault that
-            the judge found, the kind of a ``Cause`` or of a ``Verdict``.
-        site: Where it begins, or is worst; ``""`` if nowhere.
-        step: The first step concerned; -1 if none.
-        text: One or two sentences.
-        figures: Every number that the finding rests on, by name.
-        suggestion: What to try.
-        key: Text of the key of the record that tells the clip from others at the site; ``""`` if it is on no clip.
-        source: The line of the forward behind it, ``file:line "code"``; ``""`` if it is not known.
-        factor: That of a ``Cause``; NaN for others.
-    """
-
-    kind: str
-    site: str
-    step: int
-    text: str
-    figures: Mapping[str, float]
-    suggestion: str
-    key: str = ""
-    source: str = ""
-    factor: float = math.nan
-
-    def to_json(self) -> dict[str, object]:
-        """Return strict JSON, with NaN and infinities as strings."""
-        return {
-            "kind": self.kind,
-            "site": self.site,
-            "source": self.source,
-            "factor": self.factor if math.isfinite(self.factor) else None,
-            "step": self.step,
-            "text": self.text,
-            "figures": {name: value if math.isfinite(value) else words(value) for name, value in self.figures.items()},
-            "suggestion": self.suggestion,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,13 +267,6 @@ def as_executed(sites: Iterable[str]) -> list[str]:
         part = [site for site in forward if kind_of(site) == kind]
         ordered += reversed(part) if kind == "error" else part
     return ordered
-
-
-def words(value: float) -> str:
-    """A number for a reader."""
-    if math.isfinite(value):
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def rule_of(site: str, action: str, bound: float, further: str = "") -> str:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS, ClipHistory, clips_of_modules
-from gradrewrite.diagnostics.run_log import Finding, Run, Series, as_executed, is_group, kind_of, rule_of
+from gradrewrite.diagnostics.run_log import Run, Series, as_executed, is_group, kind_of, rule_of
 from gradrewrite.sites import kinds_with
 
 COLUMNS = (
@@ -177,14 +178,14 @@ def steps_of_clips(sites: Sequence[SiteHealth]) -> dict[str, int]:
     }
 
 
-def clips_always(sites: Sequence[SiteHealth]) -> list[Finding]:
+def clips_always(sites: Sequence[SiteHealth]) -> list[Cause]:
     """Return a finding for each clip with a high rate."""
     found = [row for row in sites if row.steps >= MIN_CLIP_STEPS and row.rate > CLIPS_ALWAYS]
     found.sort(key=lambda row: (-row.rate, 1.0 if math.isnan(row.median_factor) else row.median_factor))
     return [_always(row) for row in found]
 
 
-def _always(row: SiteHealth) -> Finding:
+def _always(row: SiteHealth) -> Cause:
     figures = {"share": row.rate, "steps": row.steps, "bound": row.bound, "percentile_90": row.p90}
     figures |= {"median_factor": row.median_factor, "smallest_factor": row.worst_factor}
     figures = {name: value for name, value in figures.items() if not math.isnan(value)}
@@ -203,7 +204,7 @@ def _always(row: SiteHealth) -> Finding:
             else f"{raised}, which 90 % of the sizes seen stay below, as a first step, and again until the clip acts "
             "in about a tenth of the steps."
         )
-    return Finding("clip acts always", row.site, row.begin, text, figures, advice, row.key)
+    return Cause("clip acts always", row.site, step=row.begin, text=text, advice=advice, figures=figures, key=row.key)
 
 
 def backward_order(run: Run) -> list[str]:

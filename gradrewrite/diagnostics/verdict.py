@@ -6,37 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradrewrite.diagnostics.causes import Cause, Outcome
+from gradrewrite.diagnostics.causes import Cause, Outcome, traits_of, words
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import Loss
 from gradrewrite.diagnostics.judge import Evidence, Judge
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, has_counts
-from gradrewrite.diagnostics.run_log import Finding, Run, is_group, words
+from gradrewrite.diagnostics.run_log import Run, is_group
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
 
 _SHOW_LAYERS = '; gr.on("error:*", Observe("norm")) shows the layers'
-_HEADLINES = {
-    "no records": "Nothing to judge",
-    "too short": "Nothing wrong so far",
-    "clip acts always": "Clipping bound too low",
-    "exploding": "Exploding gradients",
-    "one layer": "One layer explodes",
-    "vanishing": "Vanishing gradients",
-    "stalls": "It does not learn",
-    "diverges": "It diverges",
-    "non-finite op": "Values are not finite",
-    "learning rate": "Learning rate too high",
-    "dead": "Dead units",
-    "saturated": "Saturated units",
-    "stored error": "Imprecise stored tensors",
-    "non-finite": "Values are not finite",
-}
-_SOUND = ("healthy", "no records", "too short")
-_FAULTY = ("faulty input", "faulty learning rate")  # what was wrong before the model did anything
-# Kinds of findings that say what a cause of another kind says, and as much of it, unless a replay found the op.
-_SAME = {"non-finite op": "non-finite", "clip too low": "clip acts always"}
-_ONCE = ("exploding", "vanishing", "dead", "saturated", "non-finite")  # have one finding, whatever its site
 _ADVICE_OF_SKIPS = (
     "Nothing has to be changed as long as few updates are skipped; monitor.culprits() names the rank, the rows and the "
     "layers behind the next one."
@@ -63,22 +42,22 @@ class Verdict:
     @property
     def headline(self) -> str:
         """Two or three words."""
-        return _HEADLINES.get(self.kind, self.kind.capitalize())
+        return traits_of(self.kind).headline or self.kind.capitalize()
 
     @property
     def is_sound(self) -> bool:
         """Whether nothing is wrong."""
-        return self.kind in _SOUND
+        return traits_of(self.kind).gravity == "sound"
 
 
 def judge(
     run: Run,
     sites: Sequence[SiteHealth],
-    findings: Sequence[Finding],
+    findings: Sequence[Cause],
     loss: Loss | None,
     baseline: Loss | None = None,
     evidence: Evidence | None = None,
-) -> tuple[Verdict, tuple[Finding, ...]]:
+) -> tuple[Verdict, tuple[Cause, ...]]:
     """Return the verdict on a run, and its faults.
 
     Of a run that learns, and ends no higher than its baseline, nothing is a fault but a bad batch or a spike: what the
@@ -89,12 +68,12 @@ def judge(
     ends = (loss, baseline) if loss is not None and baseline is not None else None
     judged = Judge(run, findings, sites, evidence, is_higher=ends is not None and _ends_higher(*ends))
     causes = judged.causes()
-    faulty = [] if judged.learns else [one for one in findings if one.kind in _FAULTY]
-    told = [cause for cause in causes if cause.kind not in _SAME]
+    faulty = [] if judged.learns else [one for one in findings if traits_of(one.kind).gravity == "first"]
+    told = [cause for cause in causes if traits_of(cause.kind).told_as is None]
     told += [cause for cause in causes if cause.kind == "non-finite op" and evidence.failure and not faulty]
     rest = [one for one in findings if one not in faulty and not any(_is_told(one, cause) for cause in told)]
     rest = [] if judged.learns else [one for one in rest if one.site or not told]  # a loss: the outcome tells of it
-    faults = [*faulty, *(_of_cause(cause, findings) for cause in told), *rest]
+    faults = [*faulty, *(_with_figures(cause, findings) for cause in told), *rest]
     is_short = len(run.steps) < MIN_CLIP_STEPS
     if not faults and (judged.outcome == "diverges" or (judged.outcome == "stalls" and not is_short)):
         faults = [_unexplained(run, judged)]
@@ -104,39 +83,38 @@ def judge(
         alone = ends is not None and math.isfinite(ends[0].last) and not math.isfinite(ends[1].last)
         faults = _of_clips(faults, sites, is_needed=alone)
         first = faults[0]
-        advice, *code = first.suggestion.split("\n")
-        text = first.text
+        text, code = first.text, list(first.rules)
         if told and not faulty:
             text = text if judged.outcome == "unknown" else f"{judged.text} {text}"
             code = list(dict.fromkeys(rule for cause in told for rule in cause.rules))
-        verdict = Verdict(first.kind, first.site, text, advice, tuple(code))
+        verdict = Verdict(first.kind, first.site, text, first.advice, tuple(code))
     remarks = (*evidence.remarks, *(judged.remarks() if judged.learns else ()))
     return replace(verdict, outcome=judged.outcome, causes=causes, remarks=remarks), tuple(faults)
 
 
-def _unexplained(run: Run, judged: Judge) -> Finding:
+def _unexplained(run: Run, judged: Judge) -> Cause:
     """Return the fault of a run without a known cause."""
     shown = any(one.record == "norm" and one.at.kind == "error" for one in run.series.values())
     advice = f"Look at data, loss and learning rate{'' if shown else _SHOW_LAYERS}."
-    return Finding(judged.outcome, "", -1, f"{judged.text} Nothing that was recorded tells why.", {}, advice)
+    return Cause(judged.outcome, "", text=f"{judged.text} Nothing that was recorded tells why.", advice=advice)
 
 
-def _of_cause(cause: Cause, findings: Sequence[Finding]) -> Finding:
-    """Return a cause as a finding, with its double's figures."""
+def _with_figures(cause: Cause, findings: Sequence[Cause]) -> Cause:
+    """Return a cause with the figures of the finding that tells the same."""
     figures = {} if math.isnan(cause.factor) else {"factor": cause.factor}
-    known = next((dict(one.figures) for one in findings if _is_told(one, cause)), figures)
-    advice = "\n".join((cause.advice, *cause.rules))
-    return Finding(cause.kind, cause.site, cause.step, cause.text, known, advice, "", cause.source, cause.factor)
+    return replace(cause, figures=next((one.figures for one in findings if _is_told(one, cause)), figures))
 
 
-def _is_told(finding: Finding, cause: Cause) -> bool:
+def _is_told(finding: Cause, cause: Cause) -> bool:
     """Whether a finding repeats a cause."""
-    if finding.kind != _SAME.get(cause.kind, cause.kind):
+    if finding.kind != (traits_of(cause.kind).told_as or cause.kind):
         return False
-    return finding.site == cause.site or (finding.kind in _ONCE and "growth_per_step" not in finding.figures)
+    return finding.site == cause.site or (
+        traits_of(finding.kind).is_told_once and "growth_per_step" not in finding.figures
+    )
 
 
-def _of_clips(faults: Sequence[Finding], sites: Sequence[SiteHealth], *, is_needed: bool) -> list[Finding]:
+def _of_clips(faults: Sequence[Cause], sites: Sequence[SiteHealth], *, is_needed: bool) -> list[Cause]:
     """Return faults with one advice for all clips.
 
     Behind a graver fault no bound is judged. Else the worst clip comes first, with the rules of all: of those with a
@@ -146,7 +124,7 @@ def _of_clips(faults: Sequence[Finding], sites: Sequence[SiteHealth], *, is_need
     if first.kind != "clip acts always":
         said = [one for one in clips if one.site == first.site or f" at {one.site} acts after that" in first.text]
         rest = [one for one in faults if one not in said]
-        return [replace(one, suggestion=_LATER) if one in clips else one for one in rest]
+        return [replace(one, advice=_LATER, rules=()) if one in clips else one for one in rest]
     low = [one for one in clips if "bound" in one.figures]
     if not low:
         return [replace(first, kind="clip sets the values"), *faults[1:]]
@@ -158,9 +136,9 @@ def _of_clips(faults: Sequence[Finding], sites: Sequence[SiteHealth], *, is_need
         f"{worst.text}{'' if group is None else f' {group.text}'}"
     )
     caution = " Raise it little by little: without it, in the baseline, the loss became NaN or infinite."
-    advice = f"{worst.suggestion}{' Raise the others likewise.' * (len(low) > 1)}{caution * is_needed}"
-    code = [row.code for row in sites if row.key in keys and row.code]
-    lead = replace(worst, text=text, suggestion="\n".join((advice, *code)))
+    advice = f"{worst.advice}{' Raise the others likewise.' * (len(low) > 1)}{caution * is_needed}"
+    code = tuple(row.code for row in sites if row.key in keys and row.code)
+    lead = replace(worst, text=text, advice=advice, rules=code)
     return [lead, *(one for one in faults if one is not worst)]
 
 

@@ -12,9 +12,10 @@ from torch import Tensor, distributed
 
 from gradrewrite._utils.formatting import Table, nearest, table_of
 from gradrewrite._utils.warnings import warn
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.run_file import checked_config
-from gradrewrite.diagnostics.run_log import Finding, Step, last_run
+from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
@@ -276,7 +277,7 @@ class Monitor:
             parts += ["of those in the buffer"] * (0 < len(known) < number) + [skips_text(known)] * bool(known)
         return table_of(rows, ", ".join(parts))
 
-    def diagnose(self) -> tuple[Finding, ...]:
+    def diagnose(self) -> tuple[Cause, ...]:
         """Return the faults of the run in the buffer, the gravest first; ``()`` if it is healthy.
 
         The judge is that of ``gr.diagnose`` and ``gradrewrite report``: the causes of a bad outcome come first, then

@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib import resources
 
 from gradrewrite._utils.html_tables import html_table
-from gradrewrite.diagnostics.causes import Cause
+from gradrewrite.diagnostics.causes import Cause, traits_of
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.health import Health
 from gradrewrite.diagnostics.run_log import Run
@@ -18,7 +18,6 @@ from gradrewrite.diagnostics.site_health import COLUMNS
 from gradrewrite.viz._curves import figure_of, image_of
 from gradrewrite.viz._panels import Panel
 
-_GROWTH = ("exploding", "one layer", "learning rate", "spike", "bad batch")  # values overflow in the end
 _MOST_SKIPS = 5  # skipped updates that were asked about
 _MOST_CODE = 20  # lines beside the verdict; the table has all
 
@@ -54,7 +53,7 @@ def report_tabs(
         "loss": health.loss,
         "first_bad": f"{health.first_bad_text} {cause}",
         "spread": "NaN and infinities spread through all later computation: the first one "
-        f"{'follows from' if first is not None and first.kind in _GROWTH else 'is'} the cause.",
+        f"{'follows from' if first is not None and traits_of(first.kind).overflows else 'is'} the cause.",
         "findings": "\n\n".join(text for text in (*verdict.remarks, health.findings_text, *skips, note) if text),
         "origin": _origin_text(run),
         "has_origin": "" if run.origin else "gone",

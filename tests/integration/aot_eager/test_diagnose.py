@@ -56,7 +56,7 @@ def train(
     return model
 
 
-def only(model: gr.RewrittenModule) -> gr.Finding:
+def only(model: gr.RewrittenModule) -> gr.Cause:
     (finding,) = model.monitor.diagnose()
     assert finding.figures
     assert finding.suggestion

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.doctor import SkippedRule, diagnose, skipped_rules
 from gradrewrite.diagnostics.health import examine
-from gradrewrite.diagnostics.run_log import Finding, Step, last_run
+from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.site_health import sites_of, steps_of_clips
 
 from models.clips import step_of
@@ -29,7 +30,7 @@ def run_of(number: int, records: Callable[[int], Records]) -> list[Step]:
     return [step_of(n, records(n)) for n in range(number)]
 
 
-def only(steps: list[Step]) -> Finding:
+def only(steps: list[Step]) -> Cause:
     found = diagnose(steps)
     assert len(found) == 1, [(f.kind, f.text) for f in found]
     return found[0]
@@ -410,7 +411,7 @@ def test_rules_that_had_too_few_steps() -> None:
     assert skipped_rules(run_of(23, records)) == ()
     assert skipped_rules([]) == skipped_rules([step_of(0, {"lr@optimizer:0": 0.1})]) == ()
     json.dumps([rule.to_json() for rule in skipped_rules(run_of(3, records))], allow_nan=False)
-    assert list(always.to_json()) == list(Finding("", "", 0, "", {}, "").to_json())
+    assert list(always.to_json()) == list(Cause("", "").to_json())
 
 
 def test_text_says_what_was_not_judged() -> None:

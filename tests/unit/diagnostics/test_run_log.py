@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.doctor import diagnose
 from gradrewrite.diagnostics.run_file import read_jsonl
-from gradrewrite.diagnostics.run_log import Finding, Step, as_executed, last_run
+from gradrewrite.diagnostics.run_log import Step, as_executed, last_run
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.writers import JsonLines
 
@@ -117,9 +118,9 @@ def test_last_run() -> None:
     ]
 
 
-def test_finding_as_json() -> None:
+def test_cause_as_json() -> None:
     figures = {"rate": NAN, "low": -INF, "high": INF, "share": 0.5, "steps": 20}
-    data = Finding("dead", "error:a", 2, "All is 0.", figures, "Wake it.").to_json()
+    data = Cause("dead", "error:a", step=2, text="All is 0.", advice="Wake it.", figures=figures).to_json()
 
     assert json.loads(json.dumps(data, allow_nan=False)) == {
         "kind": "dead",
