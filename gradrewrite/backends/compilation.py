@@ -395,7 +395,7 @@ class GraphCompilation:
             forwards = uses.of_forward().forwards
             begun = None
             if forwards is not None and (is_checked or self.is_replayed):
-                begun = forwards.begin(args, session.recorder.begin_forward(), copies)
+                begun = forwards.begin(args, session.recorder.links.begin_forward(), copies)
             given = list(args) if live is not None else ()  # compiled code empties its list
             outputs = compiled(args)
             if forwards is not None and begun is not None:

@@ -74,10 +74,10 @@ class CompiledGraphs:
             # The largest group that averages agrees on skipped steps: its ranks have equal parameters.
             if group is not None and (self._averaging is None or group.size() > self._averaging.size()):
                 self._averaging = group
-                self._recorder.note_process_group(group)
+                self._recorder.links.note_process_group(group)
         alone = lone_skip(report.edits)
         if alone is not None:
-            self._recorder.note_lone_skip(alone)
+            self._recorder.links.note_lone_skip(alone)
 
     def check_outside(self, parameters: Mapping[str, Tensor], watched: Callable[[], Sequence[Tensor]]) -> None:
         """Warn once of answers at gradient sites of parameters that are not used in regions alone (``watched``).
@@ -128,7 +128,7 @@ class CompiledGraphs:
         self._region_of_group.clear()
         self._checked_outside = False
         self._averaging = None
-        self._recorder.forget_lone_skip()
+        self._recorder.links.note_lone_skip(None)
 
     def note_out_of_reach(self, site: Site, answers: Sequence[Answered]) -> None:
         """Warn once of actions that were not inserted at a site."""
@@ -153,7 +153,7 @@ class CompiledGraphs:
         if around.size == 1:
             return
         if around.group is not None:
-            self._recorder.note_process_group(around.group)
-        self._recorder.note_data_parallel(around.module)
+            self._recorder.links.note_process_group(around.group)
+        self._recorder.links.note_data_parallel(around.module)
         edits = (edit for graph in self._reports for edit in graph.edits)
         refuse_in_data_parallelism(edits, around.name, around.size)

@@ -75,7 +75,7 @@ class ModelState:
     def _install(self, config: RewriteConfig, options: Mapping[str, Any], engine: Engine) -> None:
         outside = None if self.regions is None else outside_of(self.original, self.regions.modules)
         recorder = recorder_of(self.monitor)
-        label = partial(recorder.label_of, weakref.ref(self.original))
+        label = partial(recorder.links.label_of, weakref.ref(self.original))
         session = Session(replace(config, label=label), recorder, self.original, outside)
         entry_points = self._entry_points(session, options, engine)
         self.session, self.compile_options, self.engine = session, options, engine
@@ -202,7 +202,7 @@ class ModelState:
         self.session.graphs.note_parallelism(around)
         if around.size > 1 and self.session.may_skip:
             shards = [weakref.ref(module) for module in modules if data_parallel.is_sharded(module)]
-            self.session.recorder.note_modules(shards)
+            self.session.recorder.links.note_modules(shards)
 
     def traced_config(self) -> RewriteConfig:
         """Return the configuration for a graph of the whole model: with regions, the policy is asked inside of them.

@@ -100,7 +100,7 @@ class RuleChecks:
         if self._backwards is None:
             return
         self._backwards.add(backward)
-        is_guarded = any(guard.has_step_sites for guard in recorder.live_guards)
+        is_guarded = any(guard.has_step_sites for guard in recorder.guards.live)
         if len(self._backwards) < 2 or (is_guarded and self._step_answers is None):
             return  # a guard has not asked the policy yet
         self._backwards = None

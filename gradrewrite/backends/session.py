@@ -54,7 +54,7 @@ class Session:
         self.sampling = Sampling(recorder.sampling, config.states, config.policy)
         self.warnings = PendingWarnings()
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
-        recorder.note_policy(policy_text(config.policy))
+        recorder.links.note_policy(policy_text(config.policy))
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)
         self.buffers = WrittenBuffers(recorder)
         self.calls = ForwardCalls()

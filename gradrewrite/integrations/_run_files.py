@@ -49,7 +49,7 @@ class RunFiles:
             if path.exists():
                 os.replace(path, path_of_rank(self.folder / "run.previous.jsonl"))
         recorder = recorder_of(self.monitor)
-        self.sink = JsonLines(path, partial(recorder.origin, {}))
+        self.sink = JsonLines(path, partial(recorder.links.origin, {}))
         with recorder.lock:
             recorder.writers.attach(self.sink, (), first=self.first_step)
 

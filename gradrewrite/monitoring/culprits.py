@@ -108,15 +108,15 @@ def find_culprits(recorder: StepRecorder, k: int) -> Culprits:
     with recorder.lock:
         records = _last_skipped(recorder)
         update, key = records[-1].update, records[-1].update_key
-        modules = [module for ref in recorder.modules if (module := ref()) is not None]
-        with data_parallel.unsharded(modules if recorder.can_replay(key) else ()):
-            own = _replayed(recorder.kept_step, key, update, k)
+        modules = [module for ref in recorder.links.modules if (module := ref()) is not None]
+        with data_parallel.unsharded(modules if recorder.links.can_replay(key) else ()):
+            own = _replayed(recorder.links.kept_step, key, update, k)
         if isinstance(own, str):
             own = _of_records(records, update, own, k)
         own = replace(
             own, found=replace(own.found, reason=spike_reason(records[-1].values()) or "a finite check failed")
         )
-    found = _of_ranks(own, recorder.agreeing)
+    found = _of_ranks(own, recorder.links.agreeing)
     with recorder.lock:
         records[-1].culprits = str(found)
         recorder.writers.note_late(records[-1].step, "what monitor.culprits() says")

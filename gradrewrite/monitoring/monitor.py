@@ -133,14 +133,12 @@ class Monitor:
     def skipped(self) -> int:
         """Number of updates that ``gr.guard`` has skipped; waits for the device."""
         with self._lock:
-            recorder = self._recorder
-            counts = [*recorder.num_skipped, *(guard.num_skipped for guard in recorder.guards)]
-            return sum(int(count) for count in counts if count is not None)
+            return sum(map(int, self._recorder.guards.num_skipped))
 
     @property
     def is_guarded(self) -> bool:
         """Return whether ``gr.guard`` has given it an optimizer that still exists."""
-        return bool(self._recorder.live_guards)
+        return bool(self._recorder.guards.live)
 
     def latest(self) -> dict[str, float]:
         """Records of the last backward by address ``record@site``; ``{}`` when nothing was recorded.
@@ -196,7 +194,7 @@ class Monitor:
             if per != "backward":
                 last = next(reversed(_by_update(records, per).values()), [])
             own = _combined(last, how)
-        found = self._over_ranks(own, how, process_group or self._recorder.process_group).figures()
+        found = self._over_ranks(own, how, process_group or self._recorder.links.process_group).figures()
         return {str(key): value for key, value in found.items()}
 
     def history(self, address: str, *, per: Literal["backward", "step"] | None = None) -> list[float]:
@@ -271,7 +269,7 @@ class Monitor:
             parts.append("nothing was recorded: Observe, CheckFinite, gr.record and clips by norm make records")
         if self.dropped:
             parts.append(f"{self.dropped} were dropped unread (capacity {self.capacity})")
-        if self._recorder.guards or self._recorder.num_skipped:
+        if self._recorder.guards or self._recorder.guards.num_skipped:
             number, known = self.skipped, skipped_updates(last_run(steps))
             parts.append(f"{number} update{'s' * (number != 1)} skipped")
             parts += ["of those in the buffer"] * (0 < len(known) < number) + [skips_text(known)] * bool(known)
@@ -365,7 +363,7 @@ class Monitor:
             own, writers = path_of_rank(path), self._recorder.writers
             key = os.path.abspath(own)
             sink = writers.find(key) if mode == "a" else None
-            origin = partial(self._recorder.origin, given)
+            origin = partial(self._recorder.links.origin, given)
             is_known = sink is not None
             sink = sink or JsonLines(own, origin, mode)
             if mode != "a":
@@ -460,11 +458,11 @@ class Monitor:
             TypeError: ``ids`` is none of these.
         """
         if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point() and not ids.is_complex():
-            self._recorder.note_ids(ids.detach().clone())
+            self._recorder.links.note_ids(ids.detach().clone())
             return
         if isinstance(ids, Tensor | str) or not isinstance(ids, Iterable):
             raise TypeError(f"monitor.log_ids takes integers or strings, one for each row, got {type(ids).__name__}")
-        self._recorder.note_ids(tuple(ids))
+        self._recorder.links.note_ids(tuple(ids))
 
     def _read(self, last: int | None = None) -> list[StepRecord]:
         with self._lock:
@@ -479,7 +477,7 @@ class Monitor:
 
     def _steps(self, last: int | None = None) -> list[Step]:
         with self._lock:  # the last record may still grow
-            origin = self._recorder.origin({})
+            origin = self._recorder.links.origin({})
             return [record.on_host(origin) for record in self._read(last)]
 
     def _look_at_bounds(self, record: StepRecord) -> None:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from gradrewrite._compat import autograd
-from gradrewrite._compat.data_parallel import DistributedDataParallel
-from gradrewrite._version import __version__
-from gradrewrite.diagnostics.run_log import Origin
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.monitoring.kept_step import KeptStep
+from gradrewrite.monitoring.guards import Guards, let_guards_follow
 from gradrewrite.monitoring.messages import StepMessages, raise_failed
+from gradrewrite.monitoring.run_links import RunLinks
 from gradrewrite.monitoring.step_record import StepRecord, verdicts_of
 from gradrewrite.monitoring.writers import Writers
 from gradrewrite.policy.sampling import SamplingSettings
@@ -31,43 +26,6 @@ from gradrewrite.sites import Site
 
 _MAX_OPEN = 1000
 _LOSS = RecordKey("loss", 1, "run")
-
-
-class _SkipGuard(Protocol):
-    """Watches an optimizer (``gr.guard``)."""
-
-    def begin(self) -> None: ...  # a backward begins
-    def note_backward(self) -> None: ...  # a rewritten backward runs, whether or not it records anything
-    def count_backward(self, backward: int) -> None: ...  # the same, with the number of the backward
-    def note_loss(self, loss: Tensor) -> None: ...  # a loss was logged, a copy with one element
-    def follow(self) -> None: ...  # joins the recorders of the models' current monitors
-    def is_cleared(self) -> bool: ...  # whether none of its gradients is left
-    def leave(self) -> None: ...  # its optimizer is gone: its steps do not count any more
-
-    # Notes a graph's verdict: 0-d float32, 1 if a check that skips failed.
-    def note(self, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None: ...
-
-    @property
-    def is_alive(self) -> bool: ...  # whether its optimizer is still there
-    @property
-    def has_stepped(self) -> bool: ...  # whether its optimizer has made a step
-    @property
-    def has_step_sites(self) -> bool: ...  # whether it runs the actions at step sites
-    @property
-    def may_have_step_actions(self) -> bool: ...  # whether these may exist
-    @property
-    def makes_next_record(self) -> bool: ...  # whether a backward has run since its last step, and they may exist
-    @property
-    def num_skipped(self) -> Tensor | None: ...  # skipped updates, on its device; None if none was counted
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """The seat of a guard at a recorder: its numbers in records; that of a deleted guard goes to the next one."""
-
-    number: int  # its number, in the names of its groups
-    first_group: int  # number of the first param group of its optimizer
-    num_groups: int  # how many there are
 
 
 class StepRecorder:
@@ -81,32 +39,15 @@ class StepRecorder:
         self.update_key = 0  # another one for each update of guarded optimizers, or backward without any
         # Told of each step before its record joins the others, for the oldest may leave them then.
         self.writers = Writers(self.records, capacity, every)
-        # Guards of optimizers, in the order in which they were added; ``let_go`` removes those that are gone.
-        self.guards: list[_SkipGuard] = []
-        guards = self.guards  # no cycle: ``__del__`` is to run at once
+        own = weakref.ref(self)  # no cycle: ``__del__`` is to run at once
+        self.guards = guards = Guards(self.lock, lambda: 0 if (recorder := own()) is None else recorder.num_steps)
         # Told of each step after that; both with the lock held.
         self.messages = StepMessages(capacity, lambda: any(guard.is_alive for guard in guards))
-        # Numbers of updates that guards which are gone have skipped, on their devices.
-        self.num_skipped: list[Tensor] = []
-        self.closed = -1  # number of the last step that belongs to guards which were removed; -1 if there is none
+        self.links = RunLinks()
         self.last_skip: Site | None = None  # of the check that skips of the last graph that has one
-        # Site of a check that skips and may fail on one rank of several with equal parameters; None without one.
-        self.lone_skip: Site | None = None
         self.sampling = SamplingSettings()
-        # Group of the data parallelism that the model was last called in, or that averages its gradients.
-        self.process_group: distributed.ProcessGroup | None = None
-        # DistributedDataParallel that the model was last called in.
-        self.data_parallel: weakref.ref[DistributedDataParallel] | None = None
-        # What the last guarded step computed, until the next one begins; None where updates are never skipped.
-        self.kept_step: KeptStep | None = None
-        self.modules: Sequence[weakref.ref[nn.Module]] = ()  # with shards of parameters (FSDP2)
-        self.agreeing: distributed.ProcessGroup | None = None  # ranks that skip the last update together
-        self._models: list[tuple[weakref.ref[nn.Module], str]] = []  # with the labels of their sites
-        self._policies: list[tuple[str, ...]] = []  # of the models, each rule as text
-        self._ids: Any = None  # names of the examples of the next forward
         # Records for the next step, of a backward that records nothing: its update makes the record.
         self._early: dict[tuple[RecordKey, ...], Tensor] = {}
-        self._seats: dict[int, Seat] = {}  # by identity of the guard
         self._has_begun = False
         self._outer = threading.local()  # ``backward``: the outer one of a recomputed part of the model
         self._outer_backwards: set[int] = set()  # those that run
@@ -117,53 +58,10 @@ class StepRecorder:
         """Take note of the site of a check that skips, unless there is one."""
         self.last_skip = self.last_skip or site
 
-    def note_lone_skip(self, site: Site) -> None:
-        """Take note of a check that skips and may fail on one rank alone."""
-        self.lone_skip = self.lone_skip or site
-
-    def forget_lone_skip(self) -> None:
-        """Forget such a check: its graph is not in use any more."""
-        self.lone_skip = None
-
-    def note_process_group(self, group: distributed.ProcessGroup) -> None:
-        """Take note of the processes that skip updates together."""
-        self.process_group = group
-
-    def note_data_parallel(self, module: weakref.ref[DistributedDataParallel] | None) -> None:
-        """Take note of the DistributedDataParallel around the model."""
-        self.data_parallel = module
-
     @property
     def last_update(self) -> int:
         """Number of the last step's update; -1 without a step."""
         return self.records[-1].update if self.records else -1
-
-    def label_of(self, model: weakref.ref[nn.Module]) -> str:
-        """Return the label of a model's sites: ``""``, ``@2``, ``@3``.
-
-        It keeps the records of models apart that have parameters of equal names. A label is found when the model is
-        first compiled, and stays.
-        """
-        own = model()
-        known = [(other, label) for ref, label in self._models if (other := ref()) is not None]
-        found = next((label for other, label in known if other is own), None)
-        if found is not None or own is None:
-            return found or ""
-        names = {name for name, _ in own.named_parameters()}
-        taken = {label for other, label in known if not names.isdisjoint(n for n, _ in other.named_parameters())}
-        labels = itertools.chain([""], map("@{}".format, itertools.count(2)))
-        found = next(label for label in labels if label not in taken)
-        self._models.append((model, found))
-        return found
-
-    def note_policy(self, rules: Sequence[str]) -> None:
-        """Take note of a model's policy, for the origin of run logs."""
-        if tuple(rules) not in self._policies:
-            self._policies.append(tuple(rules))
-
-    def origin(self, config: Mapping[str, Any]) -> Origin:
-        """Return the origin of the steps, with a configuration of the user's."""
-        return Origin(__version__, tuple(dict.fromkeys(itertools.chain.from_iterable(self._policies))), config)
 
     def flush(self) -> None:
         """Log, warn and write the waiting steps; waits for the device."""
@@ -176,49 +74,6 @@ class StepRecorder:
         if self.__dict__.get("writers") and self.num_steps and not sys.is_finalizing():
             self.flush()
 
-    @property
-    def live_guards(self) -> list[_SkipGuard]:
-        """The guards of existing optimizers."""
-        with self.lock:
-            if not self.guards:
-                let_guards_follow()
-            self.let_go()
-            return list(self.guards)
-
-    def let_go(self) -> None:
-        """Remove the guards of deleted optimizers."""
-        with self.lock:
-            for guard in [guard for guard in self.guards if not guard.is_alive]:
-                guard.leave()
-                self.remove_guard(guard)
-
-    def add_guard(self, guard: _SkipGuard, num_groups: int) -> Seat:
-        """Add a guard, told of every check that skips; return its seat."""
-        with self.lock:
-            self.let_go()
-            self.guards.append(guard)
-            _guards.setdefault(id(guard), guard)
-            self._seats[id(guard)] = seat = self._free_seat(num_groups)
-            return seat
-
-    def move_up(self, guard: _SkipGuard) -> Seat:
-        """Give a guard the first free seat, its own or that of one that is gone, and return it."""
-        with self.lock:
-            self.let_go()
-            old = self._seats.pop(id(guard))
-            self._seats[id(guard)] = seat = self._free_seat(old.num_groups)
-            return seat
-
-    def _free_seat(self, num_groups: int) -> Seat:
-        """Return the first number, and the first numbers of groups, that no guard has."""
-        taken = sorted(self._seats.values(), key=lambda seat: seat.first_group)
-        numbers = {seat.number for seat in taken}
-        first = 0
-        for seat in taken:
-            if first + num_groups > seat.first_group:
-                first = max(first, seat.first_group + seat.num_groups)
-        return Seat(next(n for n in itertools.count() if n not in numbers), first, num_groups)
-
     def last_used_step(self) -> int:
         """Return the last step that a new guard adds nothing to; -1 if there is none.
 
@@ -228,16 +83,7 @@ class StepRecorder:
         with self.lock:
             if self.records and not self.records[-1].graphs:
                 return self.records[-1].step
-            return self.closed
-
-    def remove_guard(self, guard: _SkipGuard) -> None:
-        """Remove a guard; later guards begin records of their own."""
-        with self.lock:
-            self.guards.remove(guard)
-            del self._seats[id(guard)]
-            self.closed = self.num_steps - 1
-            if guard.num_skipped is not None:
-                self.num_skipped.append(guard.num_skipped)
+            return self.guards.closed
 
     def note_forward(self) -> None:
         """A forward begins. In a backward a checkpoint computes a part again; a reentrant one for a backward inside."""
@@ -294,9 +140,9 @@ class StepRecorder:
             self._has_begun = True
             let_guards_follow()
         if self.guards:
-            if self.records and self.records[-1].update_key == self.update_key and self._is_cleared():
+            if self.records and self.records[-1].update_key == self.update_key and self.guards.is_cleared():
                 self.update_key += 1  # the gradients of the last backward went without an update
-            for guard in self.live_guards:
+            for guard in self.guards.live:
                 guard.begin()
         return record
 
@@ -304,7 +150,7 @@ class StepRecorder:
         self, outputs: BackwardOutputs, packs: Sequence[Tensor], parameters: Sequence[weakref.ref[Tensor]]
     ) -> None:
         self.last_skip = next(c.site for c in outputs.checks if c.report.on_failure == "skip")
-        guards = self.live_guards if self.guards else ()
+        guards = self.guards.live if self.guards else ()
         if not guards:
             return
         for bad in verdicts_of(outputs, packs):
@@ -354,48 +200,19 @@ class StepRecorder:
         """
         with self.lock:
             self.update_key += 1
-            self.agreeing = agreeing
-            if self.kept_step is not None:
-                self.kept_step.close()
-
-    def note_modules(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
-        """Note the modules of the last forward with sharded parameters."""
-        self.modules = modules
-
-    def note_ids(self, ids: Any) -> None:
-        """Take names of the examples of the next forward."""
-        self._ids = ids
-
-    def begin_forward(self) -> Any:
-        """Let go of the former step; return names of examples."""
-        ids, self._ids = self._ids, None
-        if self.kept_step is not None and self.kept_step.is_over:
-            self.kept_step = None
-        return ids
+            self.links.note_update(agreeing)
 
     def keep(self, backward: int, snapshot: StepSnapshot | None) -> None:
         """Keep a graph of a backward; None: it cannot be replayed."""
         with self.lock:
-            kept = self.kept_step
-            if kept is None or kept.is_over or (backward not in kept.micro_batches and self._is_cleared()):
-                kept = self.kept_step = KeptStep(self.update_key)
-            kept.add(backward, snapshot)
-
-    def _is_cleared(self) -> bool:
-        """Whether no guarded optimizer has gradients."""
-        return all(guard.is_cleared() for guard in self.guards if guard.is_alive)
-
-    def can_replay(self, update_key: int) -> bool:
-        """Whether the inputs of an update are kept."""
-        return self.kept_step is not None and self.kept_step.update_key == update_key
+            self.links.keep(backward, snapshot, self.update_key, self.guards.is_cleared)
 
     def drop_step(self) -> None:
         """Gradients without an update are gone, and so is their step."""
         with self.lock:
             if self.records and self.records[-1].update_key == self.update_key:
                 self.update_key += 1  # later backwards are no micro-batches of the same update
-        if self.kept_step is not None and not self.kept_step.is_over:
-            self.kept_step = None
+        self.links.drop_step()
 
     def add_host_values(self, values: Mapping[RecordKey, float]) -> None:
         """Add records that the host knows to the last step, if there is one."""
@@ -423,7 +240,7 @@ class StepRecorder:
         the record already: the backward has recorded nothing, and the next update makes the step.
         """
         with self.lock:
-            guards = self.live_guards if self.guards else []
+            guards = self.guards.live if self.guards else []
             if key == _LOSS:
                 for guard in guards:
                     guard.note_loss(pack)
@@ -468,15 +285,6 @@ class StepRecorder:
         finally:
             self.records.append(record)
             self.num_steps += 1
-
-
-_guards: weakref.WeakValueDictionary[int, _SkipGuard] = weakref.WeakValueDictionary()  # by identity, in order
-
-
-def let_guards_follow() -> None:
-    """Let all guards follow their models to new monitors, in order of creation."""
-    for guard in list(_guards.values()):
-        guard.follow()
 
 
 _to_flush: weakref.WeakSet[StepRecorder] = weakref.WeakSet()

@@ -13,8 +13,9 @@ from gradrewrite._compat import fake_tensors
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite.backends.engines import Engine
 from gradrewrite.backends.session import Session, attached_state
+from gradrewrite.monitoring.guards import Seat
 from gradrewrite.monitoring.monitor import Monitor
-from gradrewrite.monitoring.step_recorder import Seat, StepRecorder
+from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import check_dense

@@ -21,9 +21,10 @@ from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.monitoring.guards import let_guards_follow
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
-from gradrewrite.monitoring.step_recorder import StepRecorder, let_guards_follow
+from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.observed_state import ObservedState
 from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
@@ -161,7 +162,7 @@ def guard(
         if target.session is not None:
             check_bounds(target.session.config.policy)
     ratios = UpdateRatios(targets) if update_ratios else None
-    if any(recorder.live_guards for recorder in _recorders_of(targets)):
+    if any(recorder.guards.live for recorder in _recorders_of(targets)):
         gc.collect()  # an optimizer in a cycle may be gone, and the new one is to have its number
     watching = Guard(inner, targets, number, ratios, process_group)
     inner.__dict__[GUARD] = watching
@@ -259,7 +260,7 @@ class Guard:
 
     def _attach(self, recorder: StepRecorder, optimizer: torch.optim.Optimizer) -> Attachment:
         last_step = recorder.last_used_step()
-        return Attachment(recorder, recorder.add_guard(self, len(optimizer.param_groups)), last_step)
+        return Attachment(recorder, recorder.guards.add(self, len(optimizer.param_groups)), last_step)
 
     @property
     def is_alive(self) -> bool:
@@ -275,7 +276,7 @@ class Guard:
         last_skip = self.attached[0].recorder.last_skip
         for attachment in self.attached:
             if attachment.recorder not in recorders:
-                attachment.recorder.remove_guard(self)
+                attachment.recorder.guards.remove(self)
         self.attached[:] = [before.get(id(r)) or self._attach(r, optimizer) for r in recorders]
         for recorder in recorders:
             if id(recorder) not in before:
@@ -295,7 +296,7 @@ class Guard:
         if any(len(attachment.recorder.guards) > 1 for attachment in self.attached):
             gc.collect()  # the other optimizers may be in cycles
             for attachment in self.attached:
-                attachment.seat = attachment.recorder.move_up(self)
+                attachment.seat = attachment.recorder.guards.move_up(self)
 
     @property
     def _has_moved(self) -> bool:
@@ -319,7 +320,7 @@ class Guard:
         self.is_removed = True
         self.leave()
         for attachment in self.attached:
-            attachment.recorder.remove_guard(self)
+            attachment.recorder.guards.remove(self)
 
     @property
     def has_step_sites(self) -> bool:
@@ -516,7 +517,7 @@ class Guard:
         """Record the observed parameters and optimizer state."""
         if self._step_sites is None or self._observed is None or not self._observed.may_act:
             return
-        num_guards = max(len(at.recorder.live_guards) for at in self.attached)
+        num_guards = max(len(at.recorder.guards.live) for at in self.attached)
         found = self._observed.measure(optimizer, self._step_sites.names(optimizer), id(self), num_guards)
         if found is None:
             return

@@ -132,12 +132,12 @@ class UpdateVerdict:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         group = self._process_group
         if group is None:
-            around = next((g for a in self._attached if (g := a.recorder.process_group) is not None), None)
+            around = next((g for a in self._attached if (g := a.recorder.links.process_group) is not None), None)
             group = self._groups.of_tensors(parameters, around)
             self._check_all_agree(group, around)
         if group is None or group.size() == 1:
             return None
-        refs = [a.recorder.data_parallel for a in self._attached]
+        refs = [a.recorder.links.data_parallel for a in self._attached]
         around_model = [module for ref in refs if ref is not None and (module := ref())]
         if any(map(data_parallel.lets_ranks_join, around_model)):  # ranks that joined take no part in this exchange
             raise PolicyError(_JOINS, code="agreement")
@@ -148,7 +148,7 @@ class UpdateVerdict:
 
     def _check_all_agree(self, group: distributed.ProcessGroup | None, around: distributed.ProcessGroup | None) -> None:
         """Raise PolicyError where ranks with equal parameters may disagree on a skip."""
-        site = next((s for a in self._attached if (s := a.recorder.lone_skip) is not None), None)
+        site = next((s for a in self._attached if (s := a.recorder.links.lone_skip) is not None), None)
         if site is None or around is None or group is None:
             return
         averaged, agreeing = self._groups.ranks_of(around), self._groups.ranks_of(group)

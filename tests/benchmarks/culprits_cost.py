@@ -67,7 +67,7 @@ def make_step(way: str, width: int, length: int) -> Callable[[], None]:
 
 def _kept_bytes(model: Any) -> int:
     """Bytes of inputs, and of gradients of outputs, that are kept after a step."""
-    kept = model.monitor._recorder.kept_step
+    kept = model.monitor._recorder.links.kept_step
     snapshots = [] if kept is None else [s for own in kept.micro_batches.values() for s in own if s is not None]
     held = [ref.value for s in snapshots for ref in (*s.inputs, *s.tangents.values()) if isinstance(ref.value, Tensor)]
     return sum(t.numel() * t.element_size() for t in held)

@@ -209,7 +209,7 @@ def test_nothing_is_kept_without_a_policy_that_skips(policy: Any) -> None:
     run.step()
     run.step()
 
-    assert run.model.monitor._recorder.kept_step is None
+    assert run.model.monitor._recorder.links.kept_step is None
     with pytest.raises(RuntimeError, match="no update was skipped"):
         run.model.monitor.culprits()
 
@@ -220,7 +220,7 @@ def test_nothing_is_kept_without_a_guard() -> None:
     x, y = task.batch(0, None)
     task.loss(model(x), (x, y)).backward()
 
-    assert model.monitor._recorder.kept_step is None
+    assert model.monitor._recorder.links.kept_step is None
 
 
 def test_discarded_gradients_are_let_go_of() -> None:

@@ -37,7 +37,7 @@ def test_kernels_are_those_of_the_empty_policy() -> None:
             _, found = run_and_get_code(lambda m=model: m(x).sum().backward())
         lines = [line for code in found for line in code.splitlines() if not line.lstrip().startswith("#")]
         codes.append(re.sub(r"cpp_fused_\w+", "kernel", "\n".join(lines)))
-        assert (model.monitor._recorder.kept_step is not None) == bool(policy)
+        assert (model.monitor._recorder.links.kept_step is not None) == bool(policy)
 
     assert "kernel" in codes[0]
     assert codes[0] == codes[1]

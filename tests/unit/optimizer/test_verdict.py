@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from gradrewrite.distributed.groups import RankGroups
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.monitoring.step_recorder import Seat, StepRecorder
+from gradrewrite.monitoring.guards import Seat
+from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.optimizer._target import Attachment
 from gradrewrite.optimizer.verdict import UpdateVerdict
 from gradrewrite.sites import Site
