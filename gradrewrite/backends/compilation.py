@@ -297,7 +297,7 @@ class GraphCompilation:
         self.session.sampling.note(self.result.answers.values())
         self.values_read = self.session.values.note(self.result.answers)
         self.session.note_skips(edit.insertion for edit in self.result.edits)
-        self.session.has_checks |= bool(self.result.outputs.checks)
+        self.session.note_checks(bool(self.result.outputs.checks))
         if not self.is_whole and self.region is None:
             given = self.frame, self.calls_before, self.result.sites, self.session.config.policy
             self.part = PartOfForward.of(*given)

@@ -129,7 +129,7 @@ class ModelState:
     def _buffers_watched(self) -> Iterator[None]:
         """Note buffers with changes outside of graphs, for skipped updates."""
         session = self.session
-        session.buffers.may_be_scaled |= autograd.is_half_autocast()
+        session.buffers.note_scaling(autograd.is_half_autocast())
         if not (session.keeps_buffers and torch.is_grad_enabled()):
             yield
             return

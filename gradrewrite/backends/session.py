@@ -94,6 +94,14 @@ class Session:
         may_skip = self.may_skip or self.buffers.may_be_scaled or self.config.loss_scale is not None
         return may_skip and bool(self.recorder.guards)
 
+    def note_checks(self, has_checks: bool) -> None:
+        """Take note of a graph with finite checks."""
+        self.has_checks |= has_checks
+
+    def replay_all(self) -> None:
+        """Let every call be replayed, checked or not."""
+        self.has_checks = self.is_replayed = True
+
     def note_skips(self, insertions: Iterable[Insertion]) -> None:
         """Take note of insertions in a graph, or at a step site."""
         self._skips = self._skips or any(map(skips_updates, insertions))

@@ -44,6 +44,10 @@ class WrittenBuffers:
         self._by_others: set[tuple[int, str]] | None = None  # written by code outside of graphs; None before a call
         self.may_be_scaled = False  # whether a GradScaler may skip updates
 
+    def note_scaling(self, is_scaled: bool) -> None:
+        """Note that a GradScaler may be in use."""
+        self.may_be_scaled |= is_scaled
+
     @property
     def num_copied(self) -> int:
         """Number of copies since the last update."""

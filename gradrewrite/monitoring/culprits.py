@@ -118,7 +118,7 @@ def find_culprits(recorder: StepRecorder, k: int) -> Culprits:
         )
     found = _of_ranks(own, recorder.links.agreeing)
     with recorder.lock:
-        records[-1].culprits = str(found)
+        records[-1].note_culprits(str(found))
         recorder.writers.note_late(records[-1].step, "what monitor.culprits() says")
     return found
 

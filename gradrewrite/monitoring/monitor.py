@@ -469,10 +469,9 @@ class Monitor:
             self._recorder.messages.flush()
             records = list(self._recorder.records)[-(last or 0) :]
             for record in records:
-                record.fetch()
+                record.read()
                 for part in (record, *record.updates):
                     self._look_at_bounds(part)
-                record.was_read = True
             return records
 
     def _steps(self, last: int | None = None) -> list[Step]:
@@ -482,8 +481,7 @@ class Monitor:
 
     def _look_at_bounds(self, record: StepRecord) -> None:
         """Warn once of a clip with a bound of 0, in a record that was not looked at before."""
-        key = None if record.has_known_bounds or self._warned_of_bound else record.zero_bound()
-        record.has_known_bounds = True
+        key = None if self._warned_of_bound else record.take_zero_bound()
         if key is not None:
             self._warned_of_bound = True
             warn(

@@ -97,7 +97,7 @@ class StepRecord:
     failures: dict[tuple[tuple[RecordKey, ...], ...], NonFiniteError] = field(default_factory=dict)
     culprits: str = ""  # who made its update skip, in words; ``""`` where nobody asked
     was_read: bool = False  # whether it has been read
-    has_known_bounds: bool = False  # whether somebody has looked at its bounds for zeros
+    _has_known_bounds: bool = False  # whether somebody has looked at its bounds for zeros
     _ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     _copied: list[torch.cuda.Event] | None = None
     _values: dict[RecordKey, float] | None = None
@@ -169,6 +169,26 @@ class StepRecord:
             graph.on_device = []
         for part in self._parts:
             part.fetch()
+
+    def read(self) -> None:
+        """Wait for the copy, for somebody who reads the records."""
+        self.fetch()
+        self.was_read = True
+
+    def start_reading(self) -> None:
+        """Start the copy, for somebody who reads the records when they are here."""
+        self.start_copy()
+        self.was_read = True
+
+    def note_culprits(self, text: str) -> None:
+        """Take the names of those who made its update skip, in words."""
+        self.culprits = text
+
+    def take_zero_bound(self) -> RecordKey | None:
+        """Return ``zero_bound()`` the first time; then None."""
+        found = None if self._has_known_bounds else self.zero_bound()
+        self._has_known_bounds = True
+        return found
 
     def values(self) -> dict[RecordKey, float]:
         """All records in the order of the sites of the forward; counts of a site that reported several times add up."""

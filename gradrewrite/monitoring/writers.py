@@ -64,8 +64,7 @@ class Writers:
     def flush(self) -> None:
         """Write the records that are still missing; waits for the device."""
         for record in self._records:
-            record.fetch()
-            record.was_read = True
+            record.read()
         self.write(list(self._records))
 
     @property
@@ -105,8 +104,7 @@ class Writers:
         records = self._records
         waiting = list(itertools.islice(records, max(0, self.num_written - records[0].step), None))
         for record in waiting if is_due else ():
-            record.start_copy()
-            record.was_read = True
+            record.start_reading()
         self.write(list(itertools.takewhile(StepRecord.is_here, waiting)))
 
     def write(self, records: Sequence[StepRecord], *, raises: bool = False) -> None:

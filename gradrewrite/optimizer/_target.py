@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from gradrewrite._compat import fake_tensors
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite.backends.engines import Engine
 from gradrewrite.backends.session import Session, attached_state
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.monitoring.guards import Seat
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.monitoring.step_recorder import StepRecorder
@@ -84,7 +85,23 @@ class Attachment:
     recorder: StepRecorder
     seat: Seat  # its numbers there
     last_step: int  # step that took records of its updates last
-    previous_step: int = -1  # the same, before the update at hand
+    _previous_step: int = -1  # the same, before the update at hand
+
+    def move_up(self, guard: Any) -> None:
+        """Take the first free seat for the guard."""
+        self.seat = self.recorder.guards.move_up(guard)
+
+    def collect_first(
+        self, outputs: BackwardOutputs, tensors: Sequence[Tensor], is_due: Callable[[int], bool], number: int
+    ) -> None:
+        """Record the report of an update by its number, if there is one, before the update is made."""
+        self._previous_step = self.last_step
+        if outputs.packs or outputs.kept:
+            self.last_step = self.recorder.collect_update(outputs, tensors, self.last_step, is_due, number)
+
+    def collect_again(self, outputs: BackwardOutputs, tensors: Sequence[Tensor], number: int) -> None:
+        """Record a further report of the same update."""
+        self.last_step = self.recorder.collect_update(outputs, tensors, self._previous_step, lambda _: True, number)
 
 
 def targets_of(model: Any) -> tuple[Target, ...]:

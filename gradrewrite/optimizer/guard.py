@@ -16,24 +16,17 @@ from torch import Tensor, distributed
 from gradrewrite._compat import dynamo, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite._utils.warnings import warn
-from gradrewrite.backends.session import SCALED
-from gradrewrite.backends.written_buffers import WrittenBuffers
-from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups, check_group
-from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.guards import let_guards_follow
-from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
-from gradrewrite.optimizer.observed_state import ObservedState
-from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
-from gradrewrite.optimizer.step_sites import GUARD, StepOutcome, StepSites
+from gradrewrite.optimizer.step_sites import GUARD, StepOutcome
+from gradrewrite.optimizer.update import GuardedUpdate
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
 from gradrewrite.optimizer.verdict import UpdateVerdict
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import check_bounds
-from gradrewrite.policy.state_store import StateStore
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _METHODS = "_gradrewrite_methods"  # those of the guard among the attributes of its optimizer, and what was there
@@ -243,19 +236,11 @@ class Guard:
         self.attached = [self._attach(recorder, optimizer) for recorder in _recorders_of(targets)]
         self._is_settled = False
         groups = RankGroups()
-        has_policy = any(target.session is not None for target in targets)
-        self._step_sites = StepSites(targets, self.attached, groups) if has_policy else None
-        self._observed = ObservedState(targets, groups) if has_policy else None
         self._verdict = UpdateVerdict(optimizer, targets, self.attached, max_consecutive_skips, process_group, groups)
-        self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
-        self._losses = Losses()
-        self._ratios = ratios
-        self._agreeing: distributed.ProcessGroup | None = None  # ranks that decided on the last update together
-        self._warned_of_no_step = False
-        self._has_new_gradients = False  # whether a backward has run since the last step
+        self._update = GuardedUpdate(id(self), targets, self.attached, self._verdict, ratios, groups)
         # Versions of two parameters at the last backward, and how often both had changed; None once this has stepped.
         self._changes: tuple[tuple[int, ...], int] | None = ((), -1)
-        for states in self._states:
+        for states in self._update.states:
             states.add_guard(id(self))
 
     def _attach(self, recorder: StepRecorder, optimizer: torch.optim.Optimizer) -> Attachment:
@@ -281,7 +266,7 @@ class Guard:
         for recorder in recorders:
             if id(recorder) not in before:
                 recorder.note_last_skip(last_skip)
-        for states in self._states:
+        for states in self._update.states:
             states.add_guard(id(self))
 
     def settle(self) -> None:
@@ -296,19 +281,15 @@ class Guard:
         if any(len(attachment.recorder.guards) > 1 for attachment in self.attached):
             gc.collect()  # the other optimizers may be in cycles
             for attachment in self.attached:
-                attachment.seat = attachment.recorder.guards.move_up(self)
+                attachment.move_up(self)
 
     @property
     def _has_moved(self) -> bool:
         return _recorders_of(self.targets) != [attachment.recorder for attachment in self.attached]
 
-    @property
-    def _states(self) -> list[StateStore]:
-        return [target.session.config.states for target in self.targets if target.session is not None]
-
     def leave(self) -> None:
         """The optimizer is gone: its steps do not count any more."""
-        for states in self._states:
+        for states in self._update.states:
             states.remove_guard(id(self))
 
     def _follow_all(self) -> None:
@@ -325,7 +306,7 @@ class Guard:
     @property
     def has_step_sites(self) -> bool:
         """Whether it runs the actions at step sites: not with a bare monitor."""
-        return self._step_sites is not None
+        return self._update.has_step_sites
 
     @property
     def num_skipped(self) -> Tensor | None:
@@ -345,25 +326,21 @@ class Guard:
     @property
     def may_have_step_actions(self) -> bool:
         """Whether a policy may have actions at step sites, at parameters or at state."""
-        if self._step_sites is None or self._observed is None:
-            return False
-        return self._step_sites.may_act or self._observed.may_act
+        return self._update.may_have_actions
 
     @property
     def makes_next_record(self) -> bool:
         """Whether a backward has run since its last step, and step sites may have actions."""
-        return self.may_have_step_actions and self._losses.num_backwards > 0
+        return self.may_have_step_actions and self._update.losses.num_backwards > 0
 
     def note_loss(self, loss: Tensor) -> None:
         """Take a logged loss, a copy with one element."""
         if self.may_have_step_actions:
-            self._losses.note(loss)
+            self._update.losses.note(loss)
 
     def count_backward(self, backward: int) -> None:
         """Take note of a backward, by its number."""
-        self._has_new_gradients = True
-        if self.may_have_step_actions:
-            self._losses.note_backward(backward, self.is_cleared)
+        self._update.note_backward(backward, self.is_cleared)
 
     def is_cleared(self) -> bool:
         """Whether there are no gradients; those of shards may be elsewhere while micro-batches add up (FSDP2)."""
@@ -374,12 +351,7 @@ class Guard:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict and their losses with them."""
-        is_left_out = self._has_new_gradients and self._may_be_scaled and _leaves_out(optimizer)
-        self._restore_unless_finite(optimizer)
-        self._verdict.drop(optimizer)
-        if is_left_out:
-            self._count_update()
-        self._losses.drop()
+        self._update.give_up(optimizer)
         for attachment in self.attached:
             attachment.recorder.drop_step()
         self._follow_all()
@@ -397,7 +369,7 @@ class Guard:
         # The kernels of a fused optimizer read it instead of a GradScaler's.
         replaced = {} if outcome.divisor is None and not outcome.is_unscaled else {"grad_scale": outcome.divisor}
         with optimizers.attributes_set(optimizer, replaced):
-            result = self._update(optimizer, functools.partial(inner, **kwargs), bad, outcome)
+            result = self._update.make(optimizer, functools.partial(inner, **kwargs), bad, outcome)
         _finish(self, optimizer, bad, before)
         return loss if closure is not None else result
 
@@ -427,179 +399,15 @@ class Guard:
     def prepare(
         self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], scaler: torch.amp.GradScaler | None
     ) -> tuple[StepOutcome, Tensor | None, Sequence[Before]]:
-        """Run the actions at step sites and judge; return their outcome, the verdict and the parameters before.
-
-        ``inner`` makes the update. An optimizer that is given the GradScaler asks it whether to unscale.
-        """
+        """Follow the models, and prepare the update; see ``GuardedUpdate.prepare``."""
         self._changes = None
         self._follow_all()
         self.settle()
-        is_scaled = "found_inf" in optimizer.__dict__ or scaler is not None or optimizers.scaler_in_use() is not None
-        self._has_new_gradients = False
-        for written in self._written_buffers:
-            written.may_be_scaled |= is_scaled
-        self._warn_of_scaler()
-        if scaler is not None and self._step_sites is not None and self._step_sites.may_act:
-            optimizers.unscale_once(scaler, optimizer)
-        scale = optimizer.__dict__.get("grad_scale")  # a GradScaler's
-        bad = self._verdict.take(optimizer)
-        ballot = self._verdict.ballot(optimizer, bad)
-        self._agreeing = None if ballot is None else ballot.group
-        outcome = StepOutcome()
-        if self._step_sites is not None:
-            outcome = self._step_sites.run(optimizer, inner, scale, ballot, self._losses)
-        checked = _worst(bad, outcome.verdict) if outcome.figures.judges else bad
-        bad, judgements = self._judge(optimizer, bad, ballot, outcome)
-        self._losses.clear()
-        outcome = outcome.with_judgements(judgements)
-        for at in self.attached:
-            at.previous_step = at.last_step
-            if outcome.outputs.packs or outcome.outputs.kept:
-                at.last_step = at.recorder.collect_update(
-                    outcome.outputs, outcome.tensors, at.last_step, self._is_due, self._number
-                )
-            at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
-        before = self._ratios.before(optimizer) if self._ratios is not None and self._is_due(1) else []
-        if bad is not None:
-            self._verdict.count(bad, checked, judgements)
-        if judgements:
-            remember(judgements, _worst(bad, optimizer.__dict__.get("found_inf")))
-        return outcome, bad, before
-
-    def _judge(
-        self, optimizer: torch.optim.Optimizer, bad: Tensor | None, ballot: Ballot | None, outcome: StepOutcome
-    ) -> tuple[Tensor | None, list[Judgement]]:
-        """Return the verdict of all ranks on all checks and figures, None if there are none, and the judgements."""
-        figures, verdict = outcome.figures, outcome.verdict
-        judgements = figures.judge_norms()
-        own = _worst(verdict, *(judgement.verdict for judgement in judgements))
-        self._verdict.start(ballot, own)
-        bad = self._verdict.decide(optimizer, bad, ballot, own)
-        if judgements and bad is not None and ballot is not None and not figures.is_agreed:
-            bad = self._verdict.vote_again(bad, ballot)
-        if not figures.judges_of_loss:
-            return bad, judgements
-        if ballot is None and not self._losses:
-            raise no_loss(figures.judges_of_loss[0].judge)
-        device = optimizer.param_groups[0]["params"][0].device
-        sums = self._losses.sums(device) if ballot is None else ballot.figures()
-        of_loss = figures.judge_loss(sums)
-        return _worst(bad, *(judgement.verdict for judgement in of_loss)), [*judgements, *of_loss]
-
-    @property
-    def _number(self) -> int:
-        """Number of the present update; -1 without a model."""
-        return max((states.step for states in self._states), default=-1)
-
-    def _is_due(self, every: int) -> bool:
-        """Return whether a measurement with this interval is due in this step, in one of the models."""
-        sampled = [target.session.sampling for target in self.targets if target.session is not None]
-        return any(sampling.is_due(every) for sampling in sampled) or not sampled
+        return self._update.prepare(optimizer, inner, scaler)
 
     def finish(self, optimizer: torch.optim.Optimizer, bad: Tensor | None, before: Sequence[Before]) -> None:
         """Record the figures known after the update; NonFiniteError if a check of these raises."""
-        try:
-            self._observe(optimizer)
-        finally:
-            self._count_update()
-        self._add_ratios(before)
-        if bad is not None:
-            self._verdict.look_at_counts()
-
-    def _count_update(self) -> None:
-        """An update was made, or left out: later backwards belong to the next one."""
-        for states in self._states:
-            states.note_step(id(self))
-        for attachment in self.attached:
-            attachment.recorder.note_update(self._agreeing)
-
-    def _observe(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the observed parameters and optimizer state."""
-        if self._step_sites is None or self._observed is None or not self._observed.may_act:
-            return
-        num_guards = max(len(at.recorder.guards.live) for at in self.attached)
-        found = self._observed.measure(optimizer, self._step_sites.names(optimizer), id(self), num_guards)
-        if found is None:
-            return
-        for at in self.attached:
-            at.last_step = at.recorder.collect_update(*found, at.previous_step, lambda _: True, self._number)
-
-    def _update(
-        self, optimizer: torch.optim.Optimizer, update: Callable[[], Any], bad: Tensor | None, outcome: StepOutcome
-    ) -> Any:
-        skipped = optimizer.__dict__.get("found_inf")  # a GradScaler's
-        if bad is not None and not _decides_on_device(optimizer):
-            if bool(bad):
-                optimizers.note_step(optimizer)
-                self._restore_buffers(None)
-                return None
-        elif bad is not None:
-            skipped = bad if skipped is None else torch.maximum(bad, skipped.to(bad.device).reshape(()))
-        with optimizers.attributes_set(optimizer, {} if skipped is None else {"found_inf": skipped}):
-            result = update()
-        _scale_parameters(outcome, skipped)
-        if skipped is not None:
-            self._restore_buffers(skipped)
-        return result
-
-    def _restore_buffers(self, skipped: Tensor | None) -> None:
-        """Restore the buffers after a skipped update; see ``WrittenBuffers.restore``."""
-        for written in self._written_buffers:
-            written.restore(skipped)
-
-    @property
-    def _written_buffers(self) -> list[WrittenBuffers]:
-        return [target.session.buffers for target in self.targets if target.session is not None]
-
-    @property
-    def _may_be_scaled(self) -> bool:
-        """Whether a GradScaler may leave out updates."""
-        scales = (target.session.config.loss_scale for target in self.targets if target.session is not None)
-        return any(written.may_be_scaled for written in self._written_buffers) or any(s is not None for s in scales)
-
-    def _restore_unless_finite(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore buffers after a skip by a GradScaler without a call of ``step``."""
-        if not self._has_new_gradients:  # those of the last step were judged
-            return
-        self._has_new_gradients = False
-        if not any(written.may_be_scaled for written in self._written_buffers):
-            return
-        plain = _plain_gradients(optimizer)
-        if plain:
-            self._restore_buffers(_worst(*((~g.isfinite().all()).float() for g in plain)))
-
-    def _warn_of_scaler(self) -> None:
-        """Warn once of thresholds in units of the gradient where a GradScaler scales the loss unknown to the policy."""
-        for target in self.targets:
-            session = target.session
-            if session is None or session.config.loss_scale is not None or SCALED in session.warnings:
-                continue
-            if self._num_graphs.get(id(session)) == len(session.graphs):
-                continue
-            edit = session.edit_with_units()
-            scaler = None if edit is None else optimizers.scaler_in_use()
-            if edit is None or scaler is None or not scaler.is_enabled():
-                self._num_graphs[id(session)] = len(session.graphs)
-                continue
-            session.warn_of_scaler(edit)
-
-    def _add_ratios(self, before: Sequence[Before]) -> None:
-        for keys, ratios in self._ratios.after(before) if self._ratios is not None else ():
-            added = [attachment.recorder.add_late(keys, ratios) for attachment in self.attached]
-            if not any(added) and not self._warned_of_no_step:
-                self._warned_of_no_step = True
-                warn(
-                    "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no step "
-                    'to be added to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
-                )
-
-
-def _worst(*verdicts: Tensor | None) -> Tensor | None:
-    """Return the largest of verdicts, 0-d, on the device of the first one; None without any."""
-    found = [verdict.reshape(()) for verdict in verdicts if verdict is not None]
-    if len(found) < 2:
-        return found[0] if found else None
-    return torch.stack([verdict.to(found[0].device, non_blocking=True) for verdict in found]).amax()
+        self._update.finish(optimizer, bad, before)
 
 
 def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:
@@ -610,50 +418,3 @@ def _recorders_of(targets: Sequence[Target]) -> list[StepRecorder]:
 _APART = "gradrewrite compiles the actions at step sites by itself, and keeps accounts of them"
 _prepare = dynamo.outside_of_graphs(Guard.prepare, _APART)
 _finish = dynamo.outside_of_graphs(Guard.finish, _APART)
-
-
-def _plain_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return [g for g in gradients if not g.is_sparse and not is_dtensor(g)]
-
-
-def _leaves_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a GradScaler has left out an update: its gradients are not finite. Waits for the device."""
-    is_finite = all(bool(g.isfinite().all()) for g in _plain_gradients(optimizer))
-    return not is_finite and optimizers.living_scaler() is not None
-
-
-def _decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's kernels read ``found_inf``, and a skipped first step leaves no state behind."""
-    if not optimizers.is_fused(optimizer):
-        return False
-    if isinstance(optimizer, torch.optim.SGD):
-        # Its first step makes the momentum buffers, uninitialised if that step is skipped.
-        moved = (p for group in optimizer.param_groups if group["momentum"] for p in group["params"])
-        return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in moved if p.grad is not None)
-    return True
-
-
-def _scale_parameters(outcome: StepOutcome, skipped: Tensor | None) -> None:
-    """Multiply parameters after an update; a device that decided to skip it leaves them as they are."""
-    with torch.no_grad():
-        for effect, parameters in outcome.parameter_factors:
-            factor = effect.factor()
-            if skipped is not None:
-                wide = torch.float32 if skipped.device.type == "mps" else torch.float64
-                if isinstance(factor, Tensor):
-                    given = factor.reshape(()).to(skipped.device, wide, non_blocking=True)
-                else:
-                    given = torch.full((), factor, dtype=wide, device=skipped.device)
-                factor = torch.where(skipped.reshape(()) > 0, torch.ones_like(given), given)
-            optimizers.foreach_scale(parameters, factor)
-
-
-def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[RecordKey, float]:
-    """Numbers, and tensors in host memory; reading one on a device would wait for it."""
-    rates: dict[RecordKey, float] = {}
-    for number, group in enumerate(optimizer.param_groups, first):
-        rate, key = python_number(group.get("lr")), RecordKey("lr", 1, f"optimizer:{number}")
-        if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu"):
-            rates[key] = number_of(rate)
-    return rates

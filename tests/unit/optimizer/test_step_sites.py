@@ -353,7 +353,7 @@ def test_live_bounds_are_read_at_every_step(fused: bool) -> None:
         optimizer.step()
         assert torch.equal(model.one.weight.grad, raw[0] * now)
         assert float(model.two.weight.grad.norm()) == pytest.approx(min(now, float(raw[2].norm())), rel=1e-12)
-    assert len(optimizer.__dict__[GUARD]._step_sites._plans) == 1
+    assert len(optimizer.__dict__[GUARD]._update._step_sites._plans) == 1
 
 
 def test_missing_gradients_are_left_out() -> None:
@@ -395,7 +395,7 @@ def test_sets_of_gradients_that_are_kept_are_bounded() -> None:
         for number, p in enumerate(model.parameters()):
             p.grad = torch.ones_like(p) if number == present else None
         optimizer.step()
-    assert len(optimizer.__dict__[GUARD]._step_sites._plans) == 16
+    assert len(optimizer.__dict__[GUARD]._update._step_sites._plans) == 16
 
 
 def test_sparse_gradients() -> None:
