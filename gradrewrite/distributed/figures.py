@@ -1,4 +1,8 @@
-"""Figures of wholes from those of parts on several ranks, by a sum over the ranks, and a maximum of extremes."""
+"""Figures of wholes from those of parts: a sum over the parts, and a maximum of extremes.
+
+On a device the parts are of ranks, with known sizes; on the host they are of graphs, micro-batches and ranks, and their
+sizes are summed too.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,16 @@ class Combination:
     order: float = 2.0  # order of the norm
 
     @property
+    def is_extreme(self) -> bool:
+        """Whether the largest or smallest number of all parts counts."""
+        return self.kind in ("max", "min")
+
+    @property
+    def num_sums(self) -> int:
+        """Number of summands on the host, the number of parts included."""
+        return {"norm": 4, "sum": 2}.get(self.kind, 3)
+
+    @property
     def neutral(self) -> float:
         """The figure of a part without elements."""
         return {"max": -math.inf, "min": math.inf}.get(self.kind, 0.0)
@@ -44,7 +58,7 @@ class Part:
 
 def has_extreme(how: Combination) -> bool:
     """Return whether a figure needs the largest number of all ranks."""
-    return how.kind in ("max", "min") or (how.kind == "norm" and how.order != 2)
+    return how.is_extreme or (how.kind == "norm" and how.order != 2)
 
 
 def needs_largest(how: Combination) -> bool:
@@ -120,6 +134,46 @@ def root_of(squares: Tensor) -> Tensor:
     of_middle = (middle + small * shift * shift).sqrt()
     # Written so that NaN takes the first way.
     return torch.where(large == 0, torch.where(middle == 0, small.sqrt() * shift, of_middle), of_large)
+
+
+def summand(value: float, size: float, how: Combination) -> list[float]:
+    """Return the summands of a part of so many elements, NaN if unknown, on the host: 1 for the part, then its own."""
+    if how.kind == "norm":
+        return [1.0, *_squares(value)]
+    if how.kind == "sum":
+        return [1.0, value]
+    if how.kind == "mean":
+        return [1.0, size, value * size if size else 0.0]
+    return [1.0, size, 1.0 if math.isnan(value) and size else 0.0]
+
+
+def figure(sums: Sequence[float], largest: float | None, how: Combination, empty: float = math.nan) -> float:
+    """Return the figure of the whole on the host, from the sums of ``summand``; ``empty`` is the mean of no elements.
+
+    ``largest`` is the largest number of all parts, without NaN, for a minimum with its sign turned.
+    """
+    _, *own = sums
+    if how.kind == "norm":
+        large, middle, small = own
+        if large:  # or NaN
+            return math.sqrt(large + middle / _UNIT / _UNIT) * _UNIT
+        return math.sqrt(middle + small / _UNIT / _UNIT) if middle else math.sqrt(small) / _UNIT
+    if how.kind == "sum":
+        return own[0]
+    size, total = own
+    if how.kind == "mean":
+        return total / size if size else empty
+    assert largest is not None
+    is_number = total == 0 and size != 0  # NaN is the extreme of nothing
+    return (-largest if how.kind == "min" else largest) if is_number else math.nan
+
+
+def _squares(value: float) -> list[float]:
+    if value > _LARGE:
+        return [(value / _UNIT) ** 2, 0.0, 0.0]
+    if value < _SMALL:
+        return [0.0, 0.0, (value * _UNIT) ** 2]
+    return [0.0, value * value, 0.0]  # NaN too
 
 
 def _there(values: Tensor, parts: Sequence[Part], how: Combination) -> Tensor:

@@ -50,7 +50,7 @@ class RankReduction:
             schema = self._schemas[key_of] = _agree(own, group)
             sums = _sum(own, schema, group)
             assert sums is not None
-        extremes = [key for key, rule in schema.rules.items() if rule.is_extreme]
+        extremes = [key for key, rule in schema.rules.items() if rule.combination.is_extreme]
         if extremes:
             largest = _reduced([own.largest.get(key, -math.inf) for key in extremes], dist.ReduceOp.MAX, group)
             sums.largest = dict(zip(extremes, largest, strict=True))
@@ -70,7 +70,7 @@ def _sum(own: Summands, schema: _Schema, group: dist.ProcessGroup) -> Summands |
     numbers = [float(has_others)]
     for key, rule in schema.summed.items():
         replicas = _replicas(own, key, group)
-        numbers += [number / replicas for number in own.sums.get(key, [0.0] * rule.num_sums)]
+        numbers += [number / replicas for number in own.sums.get(key, [0.0] * rule.combination.num_sums)]
     for mean, part in zip(means, parts.values(), strict=True):
         part = part.about(mean)
         numbers += [part.size, part.second, part.third, part.fourth]
@@ -79,7 +79,7 @@ def _sum(own: Summands, schema: _Schema, group: dist.ProcessGroup) -> Summands |
         return None
     summands = Summands()
     for key, rule in schema.summed.items():
-        summands.sums[key], found = found[: rule.num_sums], found[rule.num_sums :]
+        summands.sums[key], found = found[: rule.combination.num_sums], found[rule.combination.num_sums :]
     for keys, mean in zip(parts, means, strict=True):
         (size, *powers), found = found[:4], found[4:]
         summands.moments[keys] = CentralMoments(size, mean, *powers)

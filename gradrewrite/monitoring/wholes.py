@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from gradrewrite.distributed.figures import Combination, figure, summand
 from gradrewrite.ir.outputs import MeasuredTensor
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.numerics.moments import MOMENTS
 from gradrewrite.numerics.statistics import STATISTICS
 
 How: TypeAlias = Literal["mean", "max", "sum"]
-
-# Squares of figures are added up in three ranges, or they would leave that of float64; see ``distributed.figures``.
-_LARGE, _SMALL, _UNIT = 2.0**500, 2.0**-500, 2.0**600
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +28,9 @@ class Rule:
     how: How = "mean"  # how records without a statistic combine
 
     @property
-    def is_extreme(self) -> bool:
-        """Whether the largest number of all parts counts."""
-        if not self.statistic:
-            return self.how == "max"
-        return STATISTICS[self.statistic].combination.kind in ("max", "min")
-
-    @property
-    def num_sums(self) -> int:
-        """Number of summands, the number of parts included."""
-        kind = STATISTICS[self.statistic].combination.kind if self.statistic else ""
-        return {"norm": 4, "sum": 2}.get(kind, 3) if kind else 2
+    def combination(self) -> Combination:
+        """The combination of figures; what measures no tensor has one element in each part."""
+        return STATISTICS[self.statistic].combination if self.statistic else Combination(self.how)
 
 
 @dataclass(slots=True)
@@ -76,22 +66,25 @@ class Summands:
                 self._add(key, rule, value, 1.0 if one is None else _weight(one, key, records))
 
     def _add(self, key: RecordKey, rule: Rule, value: float, size: float) -> None:
-        new, old = _summand(rule, value, size), self.sums.get(key)
+        new, old, how = summand(value, size, rule.combination), self.sums.get(key), rule.combination
         self.sums[key] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
-        if rule.is_extreme:
-            signed = -value if _is_least(rule) else value
+        if how.is_extreme:
+            signed = -value if how.kind == "min" else value
             self.largest[key] = max(self.largest.get(key, -math.inf), -math.inf if math.isnan(value) else signed)
 
     def figures(self) -> dict[RecordKey, float]:
         """Return the figures of the wholes."""
         of_moments = {key: v for keys, own in self.moments.items() for key, v in zip(keys, own.figures(), strict=False)}
         found = {
-            key: of_moments[key] if key in of_moments else _figure(rule, self.sums[key], self.largest.get(key))
-            for key, rule in self.rules.items()
+            key: of_moments[key] if key in of_moments else self._figure(key, rule) for key, rule in self.rules.items()
         }
         for first in [key for key, rule in self.rules.items() if rule.statistic == "fingerprint_0"]:
             found |= _carried(first, found)
         return found
+
+    def _figure(self, key: RecordKey, rule: Rule) -> float:
+        is_share = bool(rule.statistic) and STATISTICS[rule.statistic].unit == "share"
+        return figure(self.sums[key], self.largest.get(key), rule.combination, 0.0 if is_share else math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,53 +152,6 @@ def _weight(measured: MeasuredTensor, key: RecordKey, records: Mapping[RecordKey
     if measured.size is not None:
         return float(measured.size)
     return records.get(_beside(key, "numel"), math.nan)
-
-
-def _summand(rule: Rule, value: float, size: float) -> list[float]:
-    """Return 1, for the part, and the further summands."""
-    if not rule.statistic:
-        return [1.0, (1.0 if math.isnan(value) else 0.0) if rule.how == "max" else value]
-    kind = STATISTICS[rule.statistic].combination.kind
-    if kind == "mean":
-        return [1.0, size, value * size if size else 0.0]
-    if kind == "sum":
-        return [1.0, value]
-    if kind == "norm":
-        return [1.0, *_squares(value)]
-    return [1.0, size, 1.0 if math.isnan(value) and size else 0.0]
-
-
-def _squares(value: float) -> list[float]:
-    if value > _LARGE:
-        return [(value / _UNIT) ** 2, 0.0, 0.0]
-    if value < _SMALL:
-        return [0.0, 0.0, (value * _UNIT) ** 2]
-    return [0.0, value * value, 0.0]  # NaN too
-
-
-def _figure(rule: Rule, sums: Sequence[float], largest: float | None) -> float:
-    number, *own = sums
-    if rule.is_extreme:
-        assert largest is not None
-        is_number = own[-1] == 0 and (own[0] != 0 or not rule.statistic)  # NaN is the extreme of nothing
-        return (-largest if _is_least(rule) else largest) if is_number else math.nan
-    if not rule.statistic:
-        return own[0] / number if rule.how == "mean" else own[0]
-    kind = STATISTICS[rule.statistic].combination.kind
-    if kind == "norm":
-        large, middle, small = own
-        if large:  # or NaN
-            return math.sqrt(large + middle / _UNIT / _UNIT) * _UNIT
-        return math.sqrt(middle + small / _UNIT / _UNIT) if middle else math.sqrt(small) / _UNIT
-    if kind == "mean":
-        is_share = STATISTICS[rule.statistic].unit == "share"
-        size, total = own
-        return total / size if size else 0.0 if is_share else math.nan
-    return own[0]
-
-
-def _is_least(rule: Rule) -> bool:
-    return bool(rule.statistic) and STATISTICS[rule.statistic].combination.kind == "min"
 
 
 def _carried(first: RecordKey, figures: Mapping[RecordKey, float]) -> dict[RecordKey, float]:
