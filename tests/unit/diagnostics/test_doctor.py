@@ -6,12 +6,14 @@ import json
 import math
 import random
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradrewrite.diagnostics.causes import Cause
+import gradrewrite as gr
+from gradrewrite.diagnostics.causes import KINDS, Cause, Kind
 from gradrewrite.diagnostics.doctor import SkippedRule, diagnose, skipped_rules
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.run_log import Step, last_run
@@ -464,3 +466,22 @@ def test_last_run_of_a_file_counts() -> None:
     assert diagnose(bad + good) == ()
     assert examine(bad + good).faults == ()
     assert only(good + bad).figures["steps"] == 9
+
+
+def test_the_old_name_of_a_cause_warns() -> None:
+    with pytest.warns(gr.RewriteWarning, match=r"gr.Finding is gr.Cause; the old name goes in 0.3"):
+        assert gr.Finding is gr.Cause
+
+
+def test_kinds_have_advice_where_it_is_the_same_for_all() -> None:
+    assert all(traits.advice.endswith(".") for traits in KINDS.values() if traits.advice)
+    assert {kind for kind, traits in KINDS.items() if traits.gravity == "first"} == {
+        "faulty input",
+        "faulty learning rate",
+    }
+    assert {kind for kind, traits in KINDS.items() if traits.gravity == "sound"} == {
+        "no records",
+        "too short",
+        "healthy",
+    }
+    assert set(KINDS) <= set(get_args(Kind))
