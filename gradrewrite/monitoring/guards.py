@@ -50,7 +50,7 @@ class Seat:
 
 
 class Guards:
-    """The guards at one recorder, in the order in which they were added, with their seats."""
+    """The guards at one recorder with their seats, in order."""
 
     def __init__(self, lock: threading.RLock, num_steps: Callable[[], int]) -> None:
         """Begin without guards; ``lock`` is held while they change, ``num_steps`` tells the steps so far."""

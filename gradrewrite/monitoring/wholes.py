@@ -29,7 +29,7 @@ class Rule:
 
     @property
     def combination(self) -> Combination:
-        """The combination of figures; what measures no tensor has one element in each part."""
+        """The combination of figures; without a tensor each part has one element."""
         return STATISTICS[self.statistic].combination if self.statistic else Combination(self.how)
 
 

@@ -1,4 +1,4 @@
-"""The update of one guarded optimizer: actions at step sites, judgement, update, and what is measured behind it."""
+"""The update of one guarded optimizer, from its step sites to its records."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class GuardedUpdate:
         ratios: UpdateRatios | None,
         groups: RankGroups,
     ) -> None:
-        """Take what the guard has; ``guard`` is its identity, attachments to recorders are read at each use."""
+        """Take the parts of a guard.
+
+        ``guard`` is its identity; attachments to recorders are read at each use.
+        """
         self._guard, self._targets, self._attached, self._verdict, self._ratios = (
             guard,
             targets,
@@ -80,7 +83,7 @@ class GuardedUpdate:
             self.losses.note_backward(backward, is_cleared)
 
     def give_up(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients go without a step, which a GradScaler may have left out."""
+        """Drop gradients without a step, perhaps left out by a GradScaler."""
         is_left_out = self._has_new_gradients and self._may_be_scaled and _leaves_out(optimizer)
         self._restore_unless_finite(optimizer)
         self._verdict.drop(optimizer)
