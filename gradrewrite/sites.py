@@ -172,8 +172,9 @@ class Pattern:
 
     def matches(self, site: Site) -> bool:
         """Compare with every address of the site; without a kind, only sites of the model's graphs match."""
-        needs_kind = site.traits.needs_kind or site.traits.at_guard
-        if site.kind != self.kind and (self.kind is not None or needs_kind):
+        # A step site too is of no graph of the model: a pattern without a kind does not mean it.
+        is_elsewhere = site.traits.needs_kind or site.traits.at_guard
+        if site.kind != self.kind and (self.kind is not None or is_elsewhere):
             return False
         return any(
             self._may_mean(site, name) and fnmatchcase(name, self.glob) and self.call in (None, call)

@@ -44,6 +44,7 @@ from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.comparison import rewrite_and_compare
 from gradrewrite.rewriting.function_values import FunctionValues
+from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.rewriting.joint import rewrite_joint_graph
 from gradrewrite.rewriting.result import RewriteResult
 from gradrewrite.sites import Site
@@ -271,7 +272,8 @@ class GraphCompilation:
             inputs = {name: replace(given, parameter=None) for name, given in replay_graph.inputs.items()}
             replay_graph = replace(replay_graph, graph=fx.GraphModule({}, fx.Graph()), inputs=inputs)
         # What belongs to this process, or to the text of the graph, is left out.
-        rewrite = replace(result, answers=dict.fromkeys(result.answers, ()), anchors={})
+        saved = SavedRewrite(result.saved.candidates)
+        rewrite = replace(result, answers=dict.fromkeys(result.answers, ()), anchors={}, saved=saved)
         return CachedRewrite(rewrite, answers, replay_graph, code, names, self.written_at)
 
     def restore(self, cached: CachedRewrite, answers: Mapping[Site, tuple[Answered, ...]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 Kind = Literal[
@@ -90,9 +89,9 @@ KINDS: Mapping[Kind, KindOfCause] = {
 }
 
 
-def traits_of(kind: str) -> KindOfCause:
+def traits_of(kind: Kind) -> KindOfCause:
     """Return the traits of a kind."""
-    return next((traits for known, traits in KINDS.items() if known == kind), KindOfCause())
+    return KINDS.get(kind, KindOfCause())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class Cause:
     """One cause of a fault in a run.
 
     Attributes:
-        kind: One of ``KINDS``.
+        kind: One of ``Kind``; ``KINDS`` has the traits of those with any.
         site: Where it begins, or is worst, as ``error:wh``, with the number of the call where only that one is meant;
             ``""`` if nowhere.
         source: The line of the forward behind it, ``file:line "code"``; ``""`` if it is not known.
@@ -114,7 +113,7 @@ class Cause:
         key: Text of the key of the record that tells the clip from others at the site; ``""`` if it is on no clip.
     """
 
-    kind: str
+    kind: Kind
     site: str
     source: str = ""
     factor: float = math.nan
@@ -122,7 +121,7 @@ class Cause:
     text: str = ""
     advice: str = ""
     rules: tuple[str, ...] = ()
-    figures: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}), repr=False, compare=False)
+    figures: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
     key: str = field(default="", repr=False, compare=False)
 
     @property

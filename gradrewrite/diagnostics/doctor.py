@@ -139,7 +139,7 @@ def _non_finite(run: Run) -> list[Cause]:
     return [Cause(kind, site, step=step, text=text, advice=suggestion, figures=figures)]
 
 
-def _cause(run: Run, site: str, *, recovered: bool, dropped: bool) -> tuple[str, str, str]:
+def _cause(run: Run, site: str, *, recovered: bool, dropped: bool) -> tuple[Kind, str, str]:
     if site.startswith("data:"):
         return "faulty input", "An input of the model is not finite:", KINDS["faulty input"].advice
     if site.startswith("outside:"):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradrewrite.diagnostics.causes import Cause, Outcome, traits_of, words
+from gradrewrite.diagnostics.causes import Cause, Kind, Outcome, traits_of, words
 from gradrewrite.diagnostics.clipping import MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import Loss
 from gradrewrite.diagnostics.judge import Evidence, Judge
@@ -30,7 +30,7 @@ class Verdict:
 
     # ``"healthy"``, ``"too short"`` or ``"no records"``, or the kind of the first fault: of a cause or a finding, or
     # ``"clip sets the values"`` (between bounds that are not known), or ``"stalls"`` or ``"diverges"`` without a cause.
-    kind: str
+    kind: Kind
     site: str  # where it is worst; ``""`` if nowhere
     text: str  # one sentence with its figures
     advice: str  # what to change

@@ -63,7 +63,7 @@ class MeasuredTensor:
     statistics: Mapping[str, str]  # keys of ``statistics.STATISTICS``, by the names of the records
     size: int | None  # number of elements; None where it is symbolic
     replicas: int = 1  # how many ranks have the same tensor: that of a DTensor is the whole one
-    number: int = 0  # among the measurements of a graph
+    number: int = 0  # equal for the records of one measurement, of several at one site
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,14 @@ class Placed(Generic[_Placed]):
             return ()
         on_host = {key for key, _ in self.bounds}
         return tuple(key for key in leaves(self.report) if key not in on_host)
+
+    @property
+    def named(self) -> list[tuple[str, RecordKey]]:
+        """The names of the figures as they were given, with their keys."""
+        found: list[tuple[str, RecordKey]] = []
+        if not isinstance(self.report, Kept):
+            self.report.map(lambda name, key: found.append((name, key)))
+        return found
 
     @property
     def shown(self) -> tuple[RecordKey, ...]:
@@ -191,7 +199,7 @@ class BackwardOutputs:
     @cached_property
     def counts(self) -> frozenset[RecordKey]:
         """Counts of elements: they add up over several graphs of one backward."""
-        return frozenset(key for pack in self.packs for key in pack.keys if key.record in COUNTS)
+        return frozenset(key for p in self.placed for name, key in p.named if name in COUNTS)
 
     @cached_property
     def logs(self) -> bool:

@@ -10,11 +10,11 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
-from gradrewrite.sites import TRAITS
+from gradrewrite.sites import TRAITS, Kind
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -78,7 +78,7 @@ class LogFigures(Generic[T]):
         """Return the log line of a clip at a site of this kind and name; None if the clip did not act."""
         if not self.clipped > 0:
             return None
-        traits = next((own for known, own in TRAITS.items() if known == kind), TRAITS["error"])
+        traits = TRAITS.get(cast(Kind, kind), TRAITS["error"])  # a group is none
         owner, what = "parameter" if traits.of_parameter else "layer", traits.noun
         return f"{owner}={name} need clipping, max {what}={self.max_abs:.6g} avg {what}={self.mean_abs:.6g}"
 

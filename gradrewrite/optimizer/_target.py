@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -60,8 +60,10 @@ class Target:
             return {} if state is None else dict(state.original.named_parameters())
         return {} if isinstance(state, Monitor) else state.session.names.known_parameters()
 
-    def ask(self, number: int, site: Site, tensor: Tensor) -> tuple[Answered, ...]:
+    def ask(self, number: int, site: Site, tensor: Tensor, call: int = 0) -> tuple[Answered, ...]:
         """Return the policy's answers at the site of a tensor; ``number`` is that of the target.
+
+        ``call`` numbers the site in errors, where several models have one of the name.
 
         PolicyError for an answer that is not allowed, UnsupportedGradientError for an action at a sparse tensor.
         """
@@ -69,6 +71,7 @@ class Target:
         if session is None:
             return ()
         answers = ask_in_order(session.config.policy, site, (number,))
+        site = replace(site, call=call)
         is_subclass = fake_tensors.is_wrapper(tensor) and not is_dtensor(tensor)
         for answered in answers:
             check_dense(answered.action, site, tensor)

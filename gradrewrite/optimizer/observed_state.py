@@ -18,6 +18,7 @@ from gradrewrite.distributed.groups import RankGroups
 from gradrewrite.distributed.shards import local_of, spread_of
 from gradrewrite.errors import NoSuchSiteError
 from gradrewrite.ir.outputs import BackwardOutputs, Pack
+from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.numerics.measuring import measure_all
 from gradrewrite.optimizer._target import Target
@@ -168,12 +169,15 @@ class ObservedState:
                     case Omitted(names):
                         packing.numbering.new(names, str(site))
                     case KeepTensor():
+                        packing.keep(insertion, site, len(found.kept))
                         found.kept.append(n)
-                        packing.keep(insertion, site)
-                    case MeasureTensor(statistics) if statistics:
-                        keys[None if is_spread else tensor.device] += packing.measure(insertion, site)
-                        if not is_spread:
+                    case MeasureTensor(statistics):
+                        seen = Anchor("", n)  # of no node; checks are in the order of the members
+                        keys[None if is_spread else tensor.device] += packing.measure(insertion, site, seen=seen)
+                        if statistics and not is_spread:
                             found.plain[tensor.device].append((n, list(statistics.values())))
+                    case _:
+                        raise AssertionError(f"{insertion.action!r} does not stand at parameters or state")
             if is_spread and layout is not None:
                 self._note_mesh(tensor)
                 found.spread[n] = SpreadSite(site, layout, answers, None)
@@ -181,7 +185,7 @@ class ObservedState:
             spread = tuple(found.spread.values())
             groups = {ranks: self._groups.of_ranks(ranks) for ranks in sorted({one.spread.ranks for one in spread})}
             found.settings, found.slots = ExchangeSettings(spread, groups), slots_of(spread)
-        packs = [Pack(tuple(keys[device])) for device in (*found.plain, None) if keys[device]]
+        packs = [Pack(tuple(keys[device])) for device in (*found.plain, None) if keys.get(device)]
         found.outputs = packing.outputs(packs, (key for pack in packs for key in pack.keys))
         return found
 

@@ -256,7 +256,7 @@ class StepSites:
                 asked[n] = (None, ())
                 continue
             site = step_site(own[1], parameter)
-            answers = self._targets[own[0]].ask(own[0], site, gradient)
+            answers = self._targets[own[0]].ask(own[0], site, gradient, counts[own[1]] - 1)
             site = replace(site, call=counts[own[1]] - 1)
             session.sampling.note([answers], at_steps=True)
             self._measures |= any(answered.insertion.every for answered in answers)

@@ -41,15 +41,10 @@ class GuardedUpdate:
     ) -> None:
         """Take the parts of a guard.
 
-        ``guard`` is its identity; attachments to recorders are read at each use.
+        ``guard`` is its ``id()``; attachments to recorders are read at each use.
         """
-        self._guard, self._targets, self._attached, self._verdict, self._ratios = (
-            guard,
-            targets,
-            attached,
-            verdict,
-            ratios,
-        )
+        self._guard, self._targets, self._attached = guard, targets, attached
+        self._verdict, self._ratios = verdict, ratios
         has_policy = any(target.session is not None for target in targets)
         self._step_sites = StepSites(targets, attached, groups) if has_policy else None
         self._observed = ObservedState(targets, groups) if has_policy else None

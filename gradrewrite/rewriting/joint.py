@@ -12,6 +12,7 @@ from torch import fx
 from gradrewrite._compat import fake_tensors, inductor
 from gradrewrite._utils.progress import current_progress
 from gradrewrite.ir import editing
+from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
@@ -182,8 +183,10 @@ def _copy_for_replay(rewrite: _Rewrite) -> None:
         found = make_replay_graph(canvas, points, rewrite.marked, rewrite.plain)
         rewrite.replay_graph, rewrite.counters = found
     of_parts = canvas.reducing_edits({point.site for point in rewrite.points if point.is_part})
-    texts = {edit.site: _PART.format(edit.site, describe(edit.action)) for edit in reversed(of_parts)}
-    rewrite.notes += reversed(texts.values())
+    first: dict[Site, Edit] = {}
+    for edit in of_parts:
+        first.setdefault(edit.site, edit)
+    rewrite.notes += (_PART.format(site, describe(edit.action)) for site, edit in first.items())
 
 
 def _pack(rewrite: _Rewrite) -> None:

@@ -95,7 +95,9 @@ class RecordPacking:
                 case _:
                     assert_never(report)
         found = self.numbering.of_action(figures, str(owner), list(map(str, members)), loss)
-        tensor, keys, skipping = self._tensor_of(insertion, site, replicas), {}, set()
+        tensor = self._tensor_of(insertion, site, replicas)
+        keys: dict[tuple[int, int], RecordKey] = {}
+        skipping = {one.count for one, _ in found if isinstance(one, Check) and one.on_failure == "skip"}
         for report, (keyed, factor) in zip(figures, found, strict=True):
             bounds = []
             for leaf, own in zip(leaves(report), leaves(keyed), strict=True):
@@ -103,9 +105,7 @@ class RecordPacking:
                     bounds.append((own, leaf.value))
                 else:
                     keys[leaf.number, leaf.element] = own
-            is_check = isinstance(keyed, Check)
-            skipping |= {keyed.count} if isinstance(keyed, Check) and keyed.on_failure == "skip" else set()
-            self._place(insertion, owner, keyed, factor, tuple(bounds), tensor, seen if is_check else None)
+            self._place(insertion, owner, keyed, factor, tuple(bounds), tensor, seen)
         ordered = sorted(keys.items())
         for number, group in itertools.groupby(ordered, key=lambda item: item[0][0]):
             own_keys = tuple(key for _, key in group)
@@ -133,9 +133,9 @@ class RecordPacking:
             self._place(insertion, site, Check(keys[-1].record, keys[-1], fails), tensor=tensor, seen=seen)
         return keys
 
-    def keep(self, insertion: Insertion, site: Site) -> None:
-        """Place a tensor that is kept elsewhere."""
-        self._place(insertion, site, Kept("tensor", len(self.placed)))
+    def keep(self, insertion: Insertion, site: Site, number: int) -> None:
+        """Place a tensor that is kept elsewhere, with its position among the kept ones."""
+        self._place(insertion, site, Kept("tensor", number))
 
     def count(self, records: Iterable[RecordNode]) -> None:
         """Place counts of elements that are not finite, at the boundary of a graph."""
@@ -168,7 +168,9 @@ class RecordPacking:
         tensor: MeasuredTensor | None = None,
         seen: Anchor | None = None,
     ) -> None:
-        action = without_addresses(repr(insertion.action))
+        is_check = isinstance(report, Check)
+        assert not is_check or isinstance(owner, Site), f"a check of {insertion.action!r} is at no single site"
+        action, seen = without_addresses(repr(insertion.action)), seen if is_check else None
         given = report, owner, action, insertion.rule, insertion.every, factor, bounds, tensor, seen
         self.placed.append(Placed(*given))
 

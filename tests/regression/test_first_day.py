@@ -366,6 +366,23 @@ def test_one_monitor_of_two_models_keeps_two_series(regions: Any) -> None:
     assert examine(monitor.steps()).verdict is not None
 
 
+def test_calls_of_a_region_keep_their_tensors_apart_for_the_second_model_too() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.cell(self.cell(x))
+
+    monitor = gr.Monitor()
+    policy = gr.on("activation:cell", Keep())
+    models = [gr.transform(Twice(), policy, monitor=monitor, regions="cell") for _ in range(2)]
+    for model, label in zip(models, ("", "@2"), strict=True):
+        model(_X).sum().backward()
+        assert {str(site) for site in monitor.kept()} == {f"activation:cell{label}", f"activation:cell{label}#1"}
+
+
 def test_models_with_other_names_need_no_label() -> None:
     monitor = _one_monitor(_net(), nn.Sequential(nn.Identity(), nn.Linear(2, 2)))
     assert all("@" not in address.partition("@")[2] for step in monitor.steps() for address in step.records)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +77,15 @@ def failing(error: type[BaseException]) -> Callable[[Tensor, Tensor], Tensor]:
         return loss_of(out, x)
 
     return loss
+
+
+def test_causes_can_be_pickled_copied_and_read_as_dicts() -> None:
+    found = gr.diagnose(Net(), batches(), loss=loss_of, optimizer=lambda p: torch.optim.SGD(p, lr=50.0))
+
+    assert found.causes
+    assert pickle.loads(pickle.dumps(found.causes)) == copy.deepcopy(found.causes) == found.causes
+    assert [dataclasses.asdict(cause)["kind"] for cause in found.causes] == [cause.kind for cause in found.causes]
+    assert pickle.loads(pickle.dumps(found.health)).verdict == found.health.verdict
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])

@@ -111,6 +111,23 @@ def layouts(rank: int) -> Any:
     return found
 
 
+def checked(_: int) -> Any:
+    """The order of failed checks, of sharded and plain parameters in turn."""
+    mesh = init_device_mesh("cpu", (2,))
+    bad = torch.full((4, 2), float("nan"))
+    own = {"a": distribute_tensor(bad.clone(), mesh, [Shard(0)]), "b": bad.clone()}
+    own["c"] = distribute_tensor(bad.clone(), mesh, [Shard(0)])
+    model = gr.transform(Gradients(**own), gr.on("param:*", CheckFinite("raise")))
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    try:
+        optimizer.step()
+    except gr.NonFiniteError as error:
+        return [str(error.site), *map(str, error.others)]
+    return []
+
+
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return outcomes_of(__file__, tmp_path_factory.mktemp("two"), 2)
@@ -144,6 +161,10 @@ def test_figures_of_fsdp_are_those_of_one_process(of_two: list[dict[str, Any]], 
         )  # of the figures, and of the ratios; whatever torch does is none
 
 
+def test_failed_checks_are_in_the_order_of_the_parameters(of_two: list[dict[str, Any]]) -> None:
+    assert [outcomes["checked"] for outcomes in of_two] == [["param:a", "param:b", "param:c"]] * 2
+
+
 def test_all_ranks_measure_the_same_steps(of_two: list[dict[str, Any]]) -> None:
     for outcomes in of_two:
         rows, found, _ = outcomes["sampled"]
@@ -165,4 +186,4 @@ def test_layouts(of_two: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_parts([figures, sampled, layouts])
+    run_parts([figures, sampled, layouts, checked])

@@ -419,6 +419,17 @@ def test_sparse_gradients() -> None:
     assert not torch.equal(model.table.weight, before["table.weight"])
 
 
+def test_errors_name_the_model_among_several_with_one_name() -> None:
+    first, second = (gr.transform(nn.Linear(2, 2), gr.on("step:*", ClipByGlobalNorm(1.0))) for _ in range(2))
+    optimizer = gr.guard(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1), [first, second])
+    for parameter in (*first.parameters(), second.bias):
+        parameter.grad = torch.ones_like(parameter)
+    second.weight.grad = torch.eye(2).to_sparse()
+
+    with pytest.raises(TypeError, match=r"step:weight#1: the gradient is torch\.sparse_coo"):
+        optimizer.step()
+
+
 def test_rules_are_checked_by_the_guard() -> None:
     _, model = pair([gr.on("step:one.*", Zero()), gr.on("step:tow.*", Zero())])
     model(next(batches(1))).sum().backward()  # no word of step sites here
