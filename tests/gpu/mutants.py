@@ -120,7 +120,7 @@ MUTANTS = {
         "set and zero and default",
     ),
     "deciding on a skip on the host": Mutant(
-        "gradrewrite.optimizer.guard:_decides_on_device",
+        "gradrewrite.optimizer.update:_decides_on_device",
         "if not optimizers.is_fused(optimizer):",
         "if True:",
         "test_waits.py",
