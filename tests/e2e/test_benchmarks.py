@@ -46,6 +46,7 @@ def test_largest_sum(numbers: list[int], largest: int) -> None:
     assert largest_sum(numbers) == largest
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_ways_take_turns() -> None:
     calls: list[str] = []

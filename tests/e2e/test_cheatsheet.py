@@ -38,6 +38,7 @@ def run(block: str, known: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
+@pytest.mark.broad
 def test_the_loop_trains_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = run(BLOCKS[0], names())
@@ -51,6 +52,7 @@ def test_the_loop_trains_resumes_and_reports(tmp_path: Path, monkeypatch: pytest
     assert viz.plot("run.jsonl").run.resumed == (3,)
 
 
+@pytest.mark.broad
 def test_a_bad_update_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     known = names()

@@ -26,6 +26,7 @@ MODEL = ("m:make", "--input", "m:inputs")
 CLIPPED = (*MODEL, "--policy", "m:policy")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("view", [(), ("--view", "overview")])
 def test_draw_views(shell: Shell, view: tuple[str, ...]) -> None:
     assert shell.run("draw", *CLIPPED, *view, "--out", "a.b.svg") == (0, "a.b.svg\n", "")
@@ -60,6 +61,7 @@ def is_pdf(path: Path) -> bool:
     return path.read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("ending", "check"),
     [
@@ -83,6 +85,7 @@ def test_draw_makes_a_page_by_default(shell: Shell) -> None:
     assert is_page(shell.folder / "backward.html")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "words",
     [
@@ -148,6 +151,7 @@ def test_sites_pattern(shell: Shell, order: str) -> None:
     }
 
 
+@pytest.mark.broad
 def test_sites_of_a_policy(shell: Shell) -> None:
     status, out, err = shell.run("sites", *CLIPPED)
     assert (status, err) == (0, "")
@@ -224,6 +228,7 @@ def test_sites_takes_one_pattern(shell: Shell) -> None:
     assert "unrecognized arguments: error:0 error:1" in shell.capture.readouterr().err
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
@@ -270,6 +275,7 @@ def test_a_module_that_does_not_import(shell: Shell) -> None:
     assert "importing 'does_not_import' failed: ZeroDivisionError: division by zero" in err
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [

@@ -588,6 +588,7 @@ def test_there_are_a_hundred() -> None:
     assert len(MISTAKES) >= 100
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_a_mistake_is_named_with_the_way_out(name: str) -> None:
     mistake = MISTAKES[name]

@@ -16,6 +16,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 OUTPUTS = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.mark.broad
 def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -58,6 +58,7 @@ def clipped(g: Tensor, bound: float) -> Tensor:
     return g * min(1.0, bound / float(g.norm()))
 
 
+@pytest.mark.broad
 def test_the_order_of_actions(page: dict[str, Any]) -> None:
     torch.manual_seed(1)
     net = page["TwoTasks"]().double()

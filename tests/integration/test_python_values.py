@@ -37,6 +37,7 @@ def _gradient(model: nn.Module) -> Tensor:
     return model.weight.grad.clone()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("how", ["gradient", "step", "regions"])
 def test_a_change_is_followed(name: str, how: str) -> None:
@@ -69,6 +70,7 @@ def test_a_change_is_followed_compiled(name: str) -> None:
         change()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", WAYS)
 def test_a_change_under_a_backend_is_an_error(name: str) -> None:
     function, change = WAYS[name]()
@@ -101,6 +103,7 @@ def test_values_that_come_back_are_not_traced_again() -> None:
     assert len(model.explain().graphs) == 2
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("how", ["gradient", "step"])
 def test_a_ninth_value_is_an_error(how: str) -> None:
     steps = {"now": 0}
@@ -199,6 +202,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Function], str]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("case", OUTSIDE)
 @pytest.mark.parametrize("kind", ["gradient", "error", "step"])
 def test_what_is_outside_of_the_graph_is_an_error(case: str, kind: str) -> None:
@@ -332,6 +336,7 @@ def test_a_variable_without_a_value_yet_is_no_obstacle() -> None:
     assert len(model.explain().graphs) == 1
 
 
+@pytest.mark.broad
 def test_another_thread_may_draw_random_numbers() -> None:
     stops = threading.Event()
 
@@ -362,6 +367,7 @@ def test_values_that_come_back_are_kept_in_regions() -> None:
     assert len(model.explain().graphs) == 2
 
 
+@pytest.mark.broad
 def test_functions_in_actions_are_followed() -> None:
     class Weights:
         second = 1.0

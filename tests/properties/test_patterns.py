@@ -91,6 +91,7 @@ def may_stand(action: Any, site: Site) -> bool:
     return site.kind in action.kinds and not is_late_skip
 
 
+@pytest.mark.broad
 @given(SITES, SITES, st.permutations(range(3)), st.data())
 def test_disjoint_rules_commute(a: Site, b: Site, order: list[int], data: st.DataObject) -> None:
     assume((a.kind, a.name) != (b.kind, b.name))

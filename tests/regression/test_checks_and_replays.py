@@ -83,6 +83,7 @@ class Masked(nn.Module):
         return (self.fc(x) + (self.plain if mask is None else mask)).softmax(-1).square().sum()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("policy", [GRADIENTS, [GRADIENTS, gr.on("activation:*/*", CheckFinite())]])
 def test_masks_that_are_arguments_or_attributes(policy: gr.Policy) -> None:
     x, mask = torch.randn(4, 4), torch.full((4, 4), -math.inf).triu(1)
@@ -95,6 +96,7 @@ def test_masks_that_are_arguments_or_attributes(policy: gr.Policy) -> None:
     assert "activation:/add" not in map(str, err.others)  # which has the infinities of the mask alone
 
 
+@pytest.mark.broad
 def test_overflow_among_masked_scores_is_found_where_it_is() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -146,6 +148,7 @@ def test_inference_tensors_are_inputs_too() -> None:
     model(x).backward()
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("ignore::gradrewrite.RewriteWarning")
 def test_doctor_is_not_misled_by_a_graph_break() -> None:
     class Net(nn.Module):
@@ -343,6 +346,7 @@ class Parts(nn.Module):
         return loss
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("ignore:the tracer skipped a region:gradrewrite.RewriteWarning")
 @pytest.mark.parametrize("checked", ["error:first", "gradient:first.*"])
 @pytest.mark.parametrize("options", [{"regions": ["first", "second"]}, {"fullgraph": False}])

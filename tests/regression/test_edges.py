@@ -52,6 +52,7 @@ CHOICE = Lambda(
 )
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("model", "given", "pattern"),
     [
@@ -68,6 +69,7 @@ def test_right_models_match_eager(model: nn.Module, given: Tensor, pattern: str)
     assert found.changed
 
 
+@pytest.mark.broad
 def test_sparse_gradients_are_left_out_where_nobody_named_them() -> None:
     plain = Words()
     assert gr.locate(plain, WORDS) is None
@@ -113,6 +115,7 @@ def test_what_is_no_tensor_is_not_tapped(given: Callable[[Tensor], Any], name: s
         gr.transform(Lambda(forward, fc=nn.Linear(4, 4)), [])(X)
 
 
+@pytest.mark.broad
 def test_names_with_signs_of_patterns() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -196,6 +199,7 @@ def jacobian(policy: gr.Policy) -> list[Tensor]:
     return list(torch.autograd.grad(out, list(plain.parameters()), vectors, is_grads_batched=True))
 
 
+@pytest.mark.broad
 def test_batched_backwards() -> None:
     plain, scaled = jacobian([]), jacobian(gr.on("gradient:*", Scale(0.5)))
     torch.testing.assert_close(scaled, [0.5 * g for g in plain])

@@ -35,6 +35,7 @@ def _backward(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("regions", [(), "0"])
 @pytest.mark.parametrize("way", ["transform", "compile", "guard", "monitor"])
 def test_a_result_that_is_thrown_away_is_said(way: str, regions: Any) -> None:
@@ -55,6 +56,7 @@ def test_a_result_that_is_thrown_away_is_said(way: str, regions: Any) -> None:
         _backward(net)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("way", ["call", "trace", "memory", "restore", "again", "inplace", "copy"])
 def test_a_result_that_was_used_is_not(way: str) -> None:
     net = _net()
@@ -79,6 +81,7 @@ def test_a_result_that_was_used_is_not(way: str) -> None:
         _backward(again)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("regions", [(), "0"])
 def test_a_rule_that_is_added_later_holds(regions: Any) -> None:
     net = _net()
@@ -145,6 +148,7 @@ BOUNDS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("case", BOUNDS)
 @pytest.mark.parametrize("regions", [(), "0"])
 def test_a_bound_on_each_micro_batch_is_said(case: str, regions: Any) -> None:
@@ -161,6 +165,7 @@ def test_a_bound_on_each_micro_batch_is_said(case: str, regions: Any) -> None:
         model(_X).sum().backward()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "policy",
     [
@@ -182,6 +187,7 @@ def test_what_has_no_bound_on_a_sum_is_not_warned_of(policy: Any) -> None:
         optimizer.step()
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler")
 @pytest.mark.parametrize("told", [False, True])
 def test_a_scale_that_the_policy_does_not_know_is_said(told: bool) -> None:
@@ -230,12 +236,14 @@ def test_a_run_with_skipped_updates_is_not_said_to_be_finite() -> None:
     assert "culprits" in text
 
 
+@pytest.mark.broad
 def test_a_run_without_skipped_updates_is() -> None:
     policy = [gr.on("gradient:*", CheckFinite("skip")), gr.on("gradient:*", Observe("norm"))]
     text = _report(policy, bad=())
     assert "no gradient exploded, vanished or was not finite" in text
 
 
+@pytest.mark.broad
 def test_a_diagnosis_without_an_optimizer_says_what_it_cannot_judge() -> None:
     batches = [torch.randn(4, 2) * (1 + number) for number in range(30)]
     net = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2))
@@ -246,11 +254,13 @@ def test_a_diagnosis_without_an_optimizer_says_what_it_cannot_judge() -> None:
     assert "optimizer=" in str(found)
 
 
+@pytest.mark.broad
 def test_a_clip_that_acts_in_most_steps_is_said_to() -> None:
     text = _report(gr.on("gradient:*", ClipByNorm(0.05, log=True)), bad=())
     assert "always acts" not in text
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("what", ["to_jsonl", "report", "draw", "export", "plot"])
 def test_a_missing_folder_is_made(what: str, tmp_path: Path) -> None:
     model = gr.transform(_net(), gr.on("gradient:*", Observe("norm")))
@@ -348,6 +358,7 @@ def _one_monitor(first: nn.Module, second: nn.Module, **options: Any) -> gr.Moni
     return monitor
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("regions", [(), ("0", "2")])
 def test_one_monitor_of_two_models_keeps_two_series(regions: Any) -> None:
     monitor = _one_monitor(_net(), _net(), regions=regions)
@@ -383,11 +394,13 @@ def test_calls_of_a_region_keep_their_tensors_apart_for_the_second_model_too() -
         assert {str(site) for site in monitor.kept()} == {f"activation:cell{label}", f"activation:cell{label}#1"}
 
 
+@pytest.mark.broad
 def test_models_with_other_names_need_no_label() -> None:
     monitor = _one_monitor(_net(), nn.Sequential(nn.Identity(), nn.Linear(2, 2)))
     assert all("@" not in address.partition("@")[2] for step in monitor.steps() for address in step.records)
 
 
+@pytest.mark.broad
 def test_a_model_that_takes_the_place_of_another_has_its_series() -> None:
     monitor = gr.Monitor()
     for _ in range(3):
@@ -397,6 +410,7 @@ def test_a_model_that_takes_the_place_of_another_has_its_series() -> None:
     assert len(monitor.history("norm@gradient:0.weight")) == 3
 
 
+@pytest.mark.broad
 def test_a_model_that_is_transformed_again_keeps_its_series() -> None:
     monitor, net = gr.Monitor(), _net()
     for _ in range(3):
@@ -434,6 +448,7 @@ class _Recurrent(nn.Module):
         return x
 
 
+@pytest.mark.broad
 def test_calls_of_the_second_model_are_its_own() -> None:
     monitor = gr.Monitor()
     policy = [gr.on("error:cell", [ClipByNorm(1e-3), Keep()])]

@@ -153,6 +153,7 @@ def test_view_of_another_output_is_said_to_be_out_of_reach() -> None:
 # Tensor functions that are not what they seem.
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "fn",
     [
@@ -184,6 +185,7 @@ def test_callable_dataclasses_are_told_apart() -> None:
     assert [g[0, 0].item() for g in grads(model, torch.ones(1, 2))] == [2.0, 5.0]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("action", [ClipByNorm(1e39), ClipByGlobalNorm(1e300), ClipByValue(1e39)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bound_beyond_the_dtype_is_no_bound(action: Any, dtype: torch.dtype) -> None:
@@ -255,6 +257,7 @@ def test_nested_backward_keeps_its_records() -> None:
     assert model.monitor.latest() == {f"{name}@gradient:fc.weight": value for name, value in latest.items()}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("errors", "logged"), [((100.0, 1.0), [100]), ((1.0, 100.0), [100]), ((50.0, 100.0), [50, 100])]
 )
@@ -289,6 +292,7 @@ def test_wholly_skipped_forward_is_listed() -> None:
     assert any("Skipped.forward" in line for line in model.explain().skipped)
 
 
+@pytest.mark.broad
 def test_global_hook_registered_late_is_honoured_or_refused() -> None:
     model, x = gr.transform(Net(), []), torch.ones(1, 4)
     model(x)

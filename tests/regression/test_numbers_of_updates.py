@@ -57,12 +57,14 @@ def _page(source: Any) -> str:
     return html.unescape(viz.report(source)._repr_html_())
 
 
+@pytest.mark.broad
 def test_steps_have_the_numbers_of_their_update_and_micro_batch() -> None:
     assert Training().run(2, 3).numbers() == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert Training().run(3).numbers() == [(0, 0), (1, 0), (2, 0)]
     assert Training(is_guarded=False).run(2, 2).numbers() == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_a_resumed_run_goes_on_with_its_numbers(is_guarded: bool) -> None:
     state = gr.state_dict(Training(is_guarded=is_guarded).run(4).model)
@@ -83,6 +85,7 @@ def test_gradients_that_are_thrown_away_are_no_micro_batches() -> None:
     assert training.numbers() == [(0, 0), (1, 0), (1, 0), (1, 1)]
 
 
+@pytest.mark.broad
 def test_two_optimizers_of_one_backward_make_one_number() -> None:
     torch.manual_seed(0)
     model = gr.transform(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), gr.on("gradient:*", Observe("norm")))
@@ -145,6 +148,7 @@ def _logged(path: Path, updates: int, state: dict[str, Any] | None = None, **opt
     return gr.state_dict(training.model)
 
 
+@pytest.mark.broad
 def test_a_log_that_is_gone_on_with_is_one_run(log: Path) -> None:
     _logged(log, 5)
     _logged(log, 4, {"version": 1, "step": 3, "states": {}})
@@ -169,6 +173,7 @@ def test_a_log_that_begins_anew_is_another_run(log: Path) -> None:
     assert "the last of 2 runs in the file" in viz.plot(log).figure().get_suptitle()
 
 
+@pytest.mark.broad
 def test_modes_of_a_log(log: Path) -> None:
     _logged(log, 5, mode="x")
     with pytest.raises(FileExistsError):
@@ -203,6 +208,7 @@ def test_a_file_that_is_no_log_is_left_as_it_is(log: Path, content: str, mode: s
     assert log.read_text() == content
 
 
+@pytest.mark.broad
 def test_the_head_of_a_log_says_what_made_it(log: Path) -> None:
     _logged(log, 1, config={"lr": 0.1, "layers": [1, 2]})
     head = json.loads(log.read_text().splitlines()[0])["run"]
@@ -244,6 +250,7 @@ def test_own_scalars_are_curves(log: Path) -> None:
     assert "evaluation loss" in _page(training.model.monitor)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("is_given", [True, False])
 def test_an_update_that_a_scaler_leaves_out_counts(skips: bool, is_given: bool) -> None:

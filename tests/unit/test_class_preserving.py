@@ -125,6 +125,7 @@ def test_policy_holds_where_a_method_calls_the_model(net: Net, batch: Tensor, in
     torch.testing.assert_close(gradients(model, (model(batch) - batch).square().mean()), wanted)
 
 
+@pytest.mark.broad
 def test_attribute_set_in_the_forward(batch: Tensor, inplace: bool) -> None:
     class Counts(Net):
         def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -138,6 +139,7 @@ def test_attribute_set_in_the_forward(batch: Tensor, inplace: bool) -> None:
     assert model.num_calls == model.original.num_calls == 3
 
 
+@pytest.mark.broad
 def test_restore_gives_the_plain_model(net: Net, batch: Tensor, inplace: bool) -> None:
     plain = {n: g / 2 for n, g in doubled(net, net.loss(batch)).items()}
     model: Any = gr.transform(net, DOUBLE, inplace=inplace)
@@ -190,6 +192,7 @@ def test_class_that_was_changed_since_is_not_restored(net: Net) -> None:
         gr.restore(model)
 
 
+@pytest.mark.broad
 def test_replaced_forward_is_traced(net: Net, batch: Tensor, inplace: bool) -> None:
     """As accelerate does it for mixed precision: a bound method of the object, in its ``__dict__``."""
     model: Any = gr.transform(net, DOUBLE, inplace=inplace)
@@ -252,6 +255,7 @@ def test_parameters_that_come_later_are_watched(batch: Tensor) -> None:
         model[1](model[0](batch)).sum().backward()
 
 
+@pytest.mark.broad
 def test_twin_is_freed_without_the_garbage_collector(batch: Tensor) -> None:
     net = Net()
     refs = [weakref.ref(net), weakref.ref(net.encoder.weight)]
@@ -266,6 +270,7 @@ def test_twin_is_freed_without_the_garbage_collector(batch: Tensor) -> None:
         gc.enable()
 
 
+@pytest.mark.broad
 def test_policy_dies_with_its_model_and_the_parameters_live(net: Net, batch: Tensor) -> None:
     model: Any = gr.transform(net, DOUBLE)
     gradients(model, model.loss(batch))
@@ -388,6 +393,7 @@ def test_wrong_methods(net: Net) -> None:
         gr.transform(net, [], methods="encode")
 
 
+@pytest.mark.broad
 def test_methods_have_entry_points_of_their_own(net: Net, batch: Tensor, inplace: bool) -> None:
     policy = [DOUBLE, gr.on("error:encoder", Scale(0.5)), gr.on("input:hidden", lambda g: g * 0)]
     model: Any = gr.transform(net, policy, methods=("encode", "decode"), inplace=inplace)
@@ -436,6 +442,7 @@ def test_plain_model_that_is_trained_warns(net: Net, batch: Tensor) -> None:
     assert model.explain().graphs == ()
 
 
+@pytest.mark.broad
 def test_two_policies_for_one_model_do_not_warn(net: Net, batch: Tensor) -> None:
     first, second = gr.transform(net, DOUBLE), gr.transform(net, gr.on("gradient:*", ClipByValue(0.1)))
     wanted = doubled(net, net.loss(batch))

@@ -88,6 +88,7 @@ def test_causes_can_be_pickled_copied_and_read_as_dicts() -> None:
     assert pickle.loads(pickle.dumps(found.health)).verdict == found.health.verdict
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_model_optimizer_and_random_numbers_stay_as_they_were(error: type[BaseException] | None) -> None:
     model, data = Net(), batches()
@@ -169,6 +170,7 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
         gr.diagnose(given.pop("model"), given.pop("batches"), **given)
 
 
+@pytest.mark.broad
 def test_the_page_has_verdict_policy_and_trials(tmp_path: Path) -> None:
     def diverging(out: Tensor, x: Tensor) -> Tensor:
         return loss_of(out, x) * 1e3

@@ -133,6 +133,7 @@ def test_name_of_another_kind_is_no_site(pattern: str, nearest: str) -> None:
         model.trace(torch.randn(3, 4))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("pattern", ["input:x", "input:*"])
 def test_input_that_needs_no_gradient_warns(pattern: str) -> None:
     model = gr.transform(Net(), gr.on(pattern, ClipByValue(1.0)))

@@ -262,6 +262,7 @@ def test_compile_takes_no_backend(plain: nn.Module) -> None:
         gr.transform(plain, []).compile(nonsense=1)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "arguments",
     [{"options": {"nonsense": 1}}, {"mode": "nonsense"}, {"mode": "default", "options": {"max_autotune": 1}}],

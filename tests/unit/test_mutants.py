@@ -97,6 +97,7 @@ def test_a_mutant_whose_place_is_gone(package: Path, tmp_path: Path) -> None:
         mutants.copy_with(mutant, tmp_path / "copy")
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_the_places_of_the_list_are_there() -> None:
     known = listed()
@@ -109,6 +110,7 @@ def test_the_places_of_the_list_are_there() -> None:
     assert mutants.draw([]) == mutants.draw([])
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_another_is_drawn_for_one_that_is_gone() -> None:
     known = listed()

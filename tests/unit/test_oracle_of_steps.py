@@ -48,6 +48,7 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_are_compared(policy: str, optimizer: str) -> None:
@@ -61,6 +62,7 @@ def test_steps_are_compared(policy: str, optimizer: str) -> None:
         assert any(site.startswith("step:") for site in found.changed) or policy == "decay"
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", ["gradient", "error", "step"])
 def test_skipped_updates_are_compared(kind: str) -> None:
     policy = gr.on(f"{kind}:*", CheckFinite("skip"))

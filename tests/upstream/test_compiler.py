@@ -149,6 +149,7 @@ def test_7_every_registration_of_a_hook_has_a_new_number() -> None:
     assert RemovableHandle.next_id == before + 1
 
 
+@pytest.mark.broad
 def test_7_code_objects_are_told_apart_by_their_names() -> None:
     def f(x: Tensor) -> Tensor:
         return x + 1
@@ -382,6 +383,7 @@ def test_fake_values_of_a_computed_input_stay_before_215(is_leaf: bool) -> None:
     assert count() - before == (0 if is_leaf or torch.__version__ >= "2.15" else 3)
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_source_text_of_every_graph_module_stays() -> None:
     before = len(_loader.eval_cache)

@@ -73,6 +73,7 @@ def test_clip_by_value_refuses(settings: tuple[Any, ...], error: type[Exception]
         ClipByValue(1.0, min=NAN)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("action", [ClipByNorm, ClipByGlobalNorm])
 @pytest.mark.parametrize("order", mostly_slow([2.0, INF, 0.5, 1.0, 3.0], 2))
 def test_norm_clips(action: Any, order: float) -> None:
@@ -83,12 +84,14 @@ def test_norm_clips(action: Any, order: float) -> None:
     torch.testing.assert_close(got, g * 0.25 / norm, rtol=1e-12, atol=0)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("action", [ClipByNorm(5.0), ClipByGlobalNorm(5.0)])
 @pytest.mark.parametrize("g", mostly_slow([[3.0, 4.0], [0.0, 0.0], [INF, 1.0], [-INF, 1.0], [NAN, 1.0], [INF, NAN]], 3))
 def test_norm_clips_leave_alone(action: Any, g: list[float]) -> None:
     assert same(through(action, torch.tensor(g), "gradient:w"), torch.tensor(g))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_norms_do_not_overflow(dtype: torch.dtype) -> None:
     large = torch.finfo(dtype).max / 4
@@ -117,6 +120,7 @@ def test_infinite_bound_measures() -> None:
     assert model.monitor.latest() == {f"{name}@group:default": value for name, value in latest.items()}
 
 
+@pytest.mark.broad
 @given(bound=st.integers(1, 990).map(float), seed=st.integers(0, 2**16))
 @pytest.mark.pure
 def test_loose_bound_is_inert(bound: float, seed: int) -> None:
@@ -278,6 +282,7 @@ def test_two_answers_of_one_clip_act_as_one() -> None:
         torch.testing.assert_close(through([action, action], g), through(action, g), rtol=1e-6, atol=0)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("make", [ClipByValue, ClipByNorm, ClipByGlobalNorm, Scale])
 def test_live_thresholds(make: Any) -> None:
     bound = torch.tensor(0.5)
@@ -311,6 +316,7 @@ def same(a: Tensor | None, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("action", "wanted"),
     [

@@ -182,6 +182,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", mostly_slow(IN_PLACE, 3))
 def test_in_place_op_through_a_view_makes_new_values(name: str) -> None:
     plain, x = Around(IN_PLACE[name]), torch.randn(2, 4)

@@ -35,6 +35,7 @@ def ratio(after: Tensor, before: Tensor) -> float:
     return float(after.double().norm() / before.double().norm())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bound", [0.01, 0.7, 1e4])
 def test_clip_by_norm(bound: float, dtype: torch.dtype) -> None:
@@ -46,6 +47,7 @@ def test_clip_by_norm(bound: float, dtype: torch.dtype) -> None:
     assert list(found) == ["norm", "factor", "bound"]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("values", "bound", "want"),
     [
@@ -126,6 +128,7 @@ def test_name_that_a_user_took() -> None:
     assert found["factor.2"] == pytest.approx(0.2)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF])
 def test_global_clip(norm_type: float) -> None:
     a, b, c = (torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (4, 9, 2))
@@ -142,6 +145,7 @@ def test_global_clip(norm_type: float) -> None:
         assert latest[f"{SHARE}{name}"] == pytest.approx(want, rel=1e-5), name
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("a", "b", "want"),
     [
@@ -188,6 +192,7 @@ def test_global_clip_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("observed", [False, True])
 def test_global_clip_at_steps(fused: bool, observed: bool, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,6 +227,7 @@ def test_clips_at_steps() -> None:
     assert latest["share@step:a"] == 0.5
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bound", [0.01, 0.7, 1e4])
 def test_clip_by_value(bound: float, dtype: torch.dtype) -> None:
@@ -240,6 +246,7 @@ def test_squares_of_float64_neither_overflow_nor_vanish(size: float) -> None:
     assert found["factor"] == pytest.approx(3 / math.sqrt(14))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("values", "bounds", "factor", "share"),
     [

@@ -44,6 +44,7 @@ class Counting(nn.Module):
         return self.drop(self.norm(self.fc(x.mul_(2)))) * self.calls
 
 
+@pytest.mark.broad
 def test_everything_is_left_as_it_was() -> None:
     model, other = pair(Counting())
     x = torch.randn(3, 4)
@@ -121,6 +122,7 @@ class Signed(nn.Module):
         return (x * self.w * self.value).sum() * 0
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("a", "b", "error"),
     [(0.0, -0.0, 0.0), (math.nan, math.nan, None), (math.inf, 1.0, math.inf), (1.0, math.nan, math.inf)],
@@ -132,6 +134,7 @@ def test_signs_of_zeros_and_values_that_are_not_finite(a: float, b: float, error
     )
 
 
+@pytest.mark.broad
 def test_dtypes_are_compared_by_values_and_within_a_tolerance() -> None:
     net = TwoLayers(8, 16, 4)
     found = gr.compare(net, copy.deepcopy(net).bfloat16().float(), torch.ones(2, 8))
@@ -150,6 +153,7 @@ def test_dtypes_are_compared_by_values_and_within_a_tolerance() -> None:
     assert beyond.site == largest[0]
 
 
+@pytest.mark.broad
 def test_shapes_and_missing_gradients() -> None:
     found = gr.compare(TwoLayers(4, 3, 2), TwoLayers(4, 5, 2), torch.ones(1, 4))
     assert found is not None
@@ -218,6 +222,7 @@ def test_compiled_modules_run_op_by_op_too() -> None:
     assert gr.compare(net, other, torch.ones(2, 4)) is None
 
 
+@pytest.mark.broad
 def test_refusals() -> None:
     net, x = TwoLayers(), torch.ones(2, 4)
     with pytest.raises(TypeError, match=r"two nn\.Modules, got function"):

@@ -77,6 +77,7 @@ def runs(number: int) -> Iterator[tuple[Poison, int]]:
     return ((POISONS[n % len(POISONS)], n) for n in range(number))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("poison", "number"), mostly_slow(list(runs(24)), quick=3))
 def test_row_is_named(poison: Poison, number: int) -> None:
     run = Run(task_of(poison))
@@ -86,6 +87,7 @@ def test_row_is_named(poison: Poison, number: int) -> None:
     assert_named(run.model.monitor.culprits(), run, 0, row)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("poison", "number"), mostly_slow(list(runs(8)), quick=2))
 def test_micro_batch_is_named(poison: Poison, number: int) -> None:
     run = Run(task_of(poison), num_micro=3)
@@ -95,6 +97,7 @@ def test_micro_batch_is_named(poison: Poison, number: int) -> None:
     assert_named(run.model.monitor.culprits(), run, micro, row)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("poison", ["scaled label", "repeated token"])
 def test_norms_are_those_of_a_loop_over_rows(poison: Poison, reduction: str) -> None:
@@ -112,6 +115,7 @@ def test_norms_are_those_of_a_loop_over_rows(poison: Poison, reduction: str) -> 
     )
 
 
+@pytest.mark.broad
 def test_replay_changes_nothing() -> None:
     run = Run(
         task_of("repeated token", dropout=0.3), policy=[SPIKES, gr.on("gradient:*", Observe("norm"))], num_micro=2
@@ -136,6 +140,7 @@ def test_replay_changes_nothing() -> None:
     assert run.model.monitor.culprits() == first
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
 def test_dropout_draws_the_same_numbers(compiled: bool) -> None:
     """The norm of a batch of one row is that of its gradient, which dropout changes."""
@@ -175,6 +180,7 @@ def test_input_changed_in_place_is_said() -> None:
     assert "input x was changed in place" in str(found)
 
 
+@pytest.mark.broad
 def test_next_forward_lets_go_of_the_step() -> None:
     run = Run(task_of("scaled label"), policy=[SPIKES, gr.on("gradient:*", Observe("norm"))], num_micro=2)
     run.until_spike(1, 3)
@@ -203,6 +209,7 @@ def test_nothing_is_known_without_records() -> None:
     assert run.model.monitor.culprits().micro_batch is None
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("policy", [[], gr.on("gradient:*", Observe("norm")), gr.on("gradient:*", CheckFinite("warn"))])
 def test_nothing_is_kept_without_a_policy_that_skips(policy: Any) -> None:
     run = Run(task_of("scaled label"), policy=policy)
@@ -223,6 +230,7 @@ def test_nothing_is_kept_without_a_guard() -> None:
     assert model.monitor._recorder.links.kept_step is None
 
 
+@pytest.mark.broad
 def test_discarded_gradients_are_let_go_of() -> None:
     run = Run(task_of("scaled label"))
     for discard in (run.optimizer.zero_grad, run.model.zero_grad):
@@ -235,6 +243,7 @@ def test_discarded_gradients_are_let_go_of() -> None:
         assert (found.micro_batch, found.rows[0].index) == (0, 2)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_check_finite(value: float) -> None:
     run = Run(task_of("scaled label"), policy=gr.on("gradient:*", CheckFinite("skip")), num_micro=3)
@@ -318,6 +327,7 @@ def test_policy_as_a_callback() -> None:
     assert_named(run.model.monitor.culprits(), run, 0, 5)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("layers", ["net", "net.0"])
 def test_regions(layers: str) -> None:
     task = task_of("scaled label")
@@ -387,6 +397,7 @@ def test_report() -> None:
         run.model.monitor.culprits(0)
 
 
+@pytest.mark.broad
 def test_run_log_and_report_have_the_skips_that_were_asked_about(tmp_path: Path) -> None:
     run = Run(task_of("scaled label"))
     run.model.monitor.to_jsonl(tmp_path / "run.jsonl")
@@ -404,6 +415,7 @@ def test_run_log_and_report_have_the_skips_that_were_asked_about(tmp_path: Path)
         assert html.escape(text) in page
 
 
+@pytest.mark.broad
 def test_an_update_of_another_optimizer_since() -> None:
     """Its parameters are others than in the step: no rows are named that a replay with them would give."""
     torch.manual_seed(0)

@@ -202,6 +202,7 @@ def classified(depth: int) -> tuple[nn.Module, list[Any]]:
     return nn.Sequential(*layers, nn.Linear(16, 4)), batches
 
 
+@pytest.mark.broad
 def test_a_loss_that_falls_by_the_bias_of_the_head_alone_hides_no_vanishing_error() -> None:
     net, batches = classified(14)
     found = gr.diagnose(

@@ -63,6 +63,7 @@ def kinds_of(name: str) -> list[str]:
 CASES = [(name, kind) for name in CLIPS for kind in kinds_of(name)]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.inductor, pytest.mark.slow])])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_negative_bounds_act_as_zero_and_nan_bounds_nothing(name: str, kind: str, compiled: bool) -> None:
@@ -117,6 +118,7 @@ def test_elements_that_are_no_number_pass_a_live_bound() -> None:
     assert torch.equal(ClipByValue(torch.tensor(math.nan)).apply(g)[1:], g[1:])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_bound_that_is_not_positive_is_warned_of_once(name: str) -> None:
     bound = torch.tensor(1.0)

@@ -48,6 +48,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], float]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("options", [{}, {"regions": "0"}, {"fullgraph": False}], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", ["error:0", "gradient:0.weight"])

@@ -26,6 +26,7 @@ def made(kind: str, **options: Any) -> tuple[gr.RewrittenModule, Tensor]:
 
 
 # A region that saves its input alone, as a linear layer does, cannot tell calls with the same input apart.
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("options", "is_same_input"),
     [({}, False), ({}, True), ({"regions": "0"}, False), ({"fullgraph": False}, False), ({"fullgraph": False}, True)],

@@ -109,6 +109,7 @@ def eager(
     return result
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", mostly_slow([*MIXING, "residual", "conv", "lstm"], 6))
 def test_error_site_equals_eager(name: str) -> None:
     plain, x = make(name)
@@ -164,6 +165,7 @@ def test_other_groups_act_on_the_sum() -> None:
     assert_same(got, {name: g * 0.1 / norm for name, g in expected.items()})
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("later", [ClipByNorm(0.05), ClipByGlobalNorm(0.1)])
 def test_what_stands_before_at_gradients_of_one_loss_stays(later: Any) -> None:
     """One loss reaches each head: they are in the group, and nothing is weighed there."""
@@ -197,6 +199,7 @@ def test_records_of_what_acts_on_each_loss(further: tuple[str, ...]) -> None:
     assert "loss_norm_0.2@error:two" not in found
 
 
+@pytest.mark.broad
 def test_sampled_losses_beside_weighed_ones() -> None:
     """Gradients do not depend on what is measured, nor do the names of records that are there in every step."""
     every = [Observe("norm", "loss_norms", "loss_cosine", every=2), Observe("max_abs"), Observe("norm")]
@@ -216,6 +219,7 @@ def test_sampled_losses_beside_weighed_ones() -> None:
     assert_same(gradients, weighed(clips)[1], 0.0)
 
 
+@pytest.mark.broad
 def test_sampled_losses_alone() -> None:
     model, gradients = weighed(gr.on("gradient:[ot]*", Observe("loss_norms")), monitor=gr.Monitor(sample=2))
     first = model.monitor.latest()
@@ -276,6 +280,7 @@ def test_tangents_scale_the_losses() -> None:
     assert_same(got, expected)
 
 
+@pytest.mark.broad
 def test_loss_scale() -> None:
     plain, x = net()
     policy = gr.on("gradient:[ot]*", [WeighLosses(uneven), Observe("norm")])
@@ -312,6 +317,7 @@ def test_losses_reach_a_function_that_asks_for_them() -> None:
     assert_same(got, eager(lambda _: losses / losses.sum()))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("is_vector", [False, True])
 def test_observed_losses_leave_gradients_as_they_are(is_vector: bool) -> None:
     class Vector(Net):
@@ -342,6 +348,7 @@ def test_observed_losses_leave_gradients_as_they_are(is_vector: bool) -> None:
     assert "norm@error:two" in found
 
 
+@pytest.mark.broad
 def test_records_of_a_group_and_of_pairs() -> None:
     plain, x = make("mlp", 3)
     model = gr.transform(plain, gr.on("gradient:trunk.*", [Observe("loss_cosine"), WeighLosses(UPGrad())]))
@@ -398,6 +405,7 @@ def test_a_check_counts_in_each_loss_and_says_which_was_not_finite() -> None:
     assert [found["nonfinite@error:two"], found["nonfinite.2@error:two"]] == [0, 15]
 
 
+@pytest.mark.broad
 def test_losses_in_one_tensor_share_no_head() -> None:
     """Of ``stack`` each head is there once, also where the error of all losses is measured; changed, it is masked."""
 
@@ -426,6 +434,7 @@ def test_losses_in_one_tensor_share_no_head() -> None:
     assert [model.monitor.latest()[f"loss_norm_{k}@error:/stack"] for k in range(2)] == [1.0, 1.0]
 
 
+@pytest.mark.broad
 def test_losses_in_one_tensor_are_weighed_themselves() -> None:
     class Stacked(Net):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -438,6 +447,7 @@ def test_losses_in_one_tensor_are_weighed_themselves() -> None:
     assert_same(got, step(net()[0], x, (0.5, 1.0)))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", mostly_slow(["residual", "transformer", "conv and batch norm", "Stacked", "Cat"], 2))
 def test_dynamic_shapes(name: str) -> None:
     plain, x = make(name)
@@ -588,6 +598,7 @@ REFUSED: dict[str, tuple[type[Net], Any, str]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     kind, policy, message = REFUSED[name]
@@ -635,6 +646,7 @@ VECTORS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", VECTORS)
 def test_a_vector_of_losses_is_as_several_outputs(name: str) -> None:
     class Vector(Net):
@@ -691,6 +703,7 @@ class Sum(Net):
         return sum(super().forward(x))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("kind", "pattern", "message"),
     [
@@ -780,6 +793,7 @@ class Branches(nn.Module):
         return tuple(head(t).square().mean() for head, t in zip(self.heads, (b, h, b), strict=True))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("sampled", [False, True])
 def test_records_have_the_numbers_of_the_losses(sampled: bool) -> None:
     plain, x = Branches().double(), torch.randn(5, 3, dtype=torch.float64)
@@ -803,6 +817,7 @@ def test_records_have_the_numbers_of_the_losses(sampled: bool) -> None:
     assert records == pytest.approx(wanted | of_sums)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("site", ["gradient:trunk.weight", "error:/tanh"])
 def test_keep_in_front_of_several_losses_is_refused(site: str) -> None:
     policy = [gr.on(site, Keep()), gr.on("gradient:trunk.*", WeighLosses(MGDA()))]

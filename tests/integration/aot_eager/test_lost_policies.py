@@ -44,6 +44,7 @@ def test_graph_break_is_an_error_that_names_the_line(x: Tensor) -> None:
         model.trace(x)
 
 
+@pytest.mark.broad
 def test_graph_break_is_listed_and_warned_about_once(x: Tensor) -> None:
     plain = Broken()
     wanted = gradient(plain, x)
@@ -102,6 +103,7 @@ def many_shapes(model: nn.Module) -> None:
         model(torch.randn(rows, 4))
 
 
+@pytest.mark.broad
 def test_recompile_limit_is_refused() -> None:
     model = gr.transform(nn.Linear(4, 3), DOUBLE, dynamic=False)
 
@@ -144,6 +146,7 @@ def norm_of_gradients(model: nn.Module) -> float:
     return float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
 
 
+@pytest.mark.broad
 def test_zeroed_gradients_do_not_warn(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, GLOBAL)
     with warnings.catch_warnings():
@@ -154,6 +157,7 @@ def test_zeroed_gradients_do_not_warn(plain: nn.Module, x: Tensor) -> None:
             assert norm_of_gradients(model) == pytest.approx(0.1)  # the bound
 
 
+@pytest.mark.broad
 def test_two_runs_before_one_backward_warn(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, GLOBAL)
     with pytest.warns(gr.RewriteWarning, match="several times"):
@@ -236,6 +240,7 @@ class PassingOn(Broken):
         return x, super().forward(x)
 
 
+@pytest.mark.broad
 def test_graph_break_of_a_model_that_returns_its_input(x: Tensor) -> None:
     model = gr.transform(PassingOn(), DOUBLE)
     given = x.requires_grad_() * 2
@@ -356,6 +361,7 @@ def test_data_parallel() -> None:
     assert torch.equal(around.module.bias.grad, torch.full((2,), 2.0))  # alone, it only calls the model
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("kind", ["gradient", "step"])
 def test_guard_of_an_optimizer_that_never_steps(kind: str, other: Any) -> None:

@@ -162,6 +162,7 @@ def test_a_deleted_optimizer_is_freed_at_once(fused: bool, scheduled: bool) -> N
     assert (ref(), moment()) == (None, None)
 
 
+@pytest.mark.broad
 def test_a_method_without_its_optimizer_says_what_to_keep() -> None:
     model = gr.transform(nn.Linear(2, 2), [])
     step = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model).step

@@ -12,6 +12,7 @@ import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, Observe
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("dynamic", [True, False, None])
 @pytest.mark.parametrize("after_a_plain_step", [False, True])
 @pytest.mark.parametrize("policy", [[], gr.on("error:*", [CheckFinite(), Observe("norm")])])

@@ -60,6 +60,7 @@ def measurements(model: Any) -> list[str]:
     return [graph.measured for graph in model.explain().graphs]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("is_guarded", [True, False])
 @pytest.mark.parametrize(
     ("policy", "sample", "expected", "graphs"),
@@ -179,6 +180,7 @@ def test_names_of_records_do_not_depend_on_the_step() -> None:
         assert set(row) == own | ({"norm.2@error:two"} if step % 3 == 0 else set())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", ["error:two", "gradient:two.weight", "step:two.weight"])
 def test_a_clip_records_what_is_observed_beside_it(kind: str) -> None:
     plain, alone, beside = (
@@ -272,6 +274,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:the tracer skipped")
 def test_kinds_of_models(kind: str) -> None:
@@ -289,6 +292,7 @@ def test_kinds_of_models(kind: str) -> None:
     assert set(measurements(model)) == {"all", "nothing"}
 
 
+@pytest.mark.broad
 def test_a_saved_step_goes_on() -> None:
     policy = gr.on("error:two", Observe("norm", every=5))
     model, _, _ = train(policy)  # 12 steps
@@ -305,6 +309,7 @@ def test_a_saved_step_goes_on() -> None:
     assert measurements(loaded) == ["nothing", "all"], "each graph is compiled when it is first needed"
 
 
+@pytest.mark.broad
 def test_trace_shows_all_measurements() -> None:
     model, _, _ = train(gr.on("error:two", Observe("norm", every=5)))
     assert [str(edit.site) for edit in model.trace(batch(0)).edits] == ["error:two"]
@@ -345,6 +350,7 @@ def test_a_wrong_sample_leaves_the_monitor_as_it_was() -> None:
     assert repr(Keep(every=7)) == "Keep(every=7)"
 
 
+@pytest.mark.broad
 def test_two_optimizers_of_one_step() -> None:
     torch.manual_seed(0)
     policy = [gr.on("step:*", Observe("norm")), gr.on("error:two", Observe("norm"))]

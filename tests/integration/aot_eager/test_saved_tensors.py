@@ -113,6 +113,7 @@ def saved_sites(model: nn.Module, policy: gr.Policy, *inputs: Any) -> list[str]:
 # Against hooks of autograd.
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("form", mostly_slow(FORMS, 2))
 def test_chain_agrees_with_hooks_of_autograd(form: Form) -> None:
     plain, x = chain(), rows()
@@ -125,6 +126,7 @@ def test_chain_agrees_with_hooks_of_autograd(form: Form) -> None:
     assert differ(got, gradients(plain, x))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("chosen", ["1", "3"])
 def test_only_the_named_tensor_is_restored(chosen: str) -> None:
     plain, x = chain(), rows()
@@ -134,6 +136,7 @@ def test_only_the_named_tensor_is_restored(chosen: str) -> None:
     assert differ(got, with_hooks(plain, ["1", "3"], "int8", x))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_convolutions_agree_with_hooks_of_autograd(memory_format: torch.memory_format) -> None:
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 2, 3)).double()
@@ -263,6 +266,7 @@ class Small(nn.Module):
         return small.square().sum() + large[index.argsort()].square().sum()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("length", "is_site"), [(1023, False), (1024, True)])
 def test_small_tensors_and_integers_are_left_alone(length: int, is_site: bool) -> None:
     found = saved_sites(
@@ -288,6 +292,7 @@ class Repeated(nn.Module):
         return x
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("pattern", ["saved:act", "saved:act#1"])
 def test_calls_of_one_module_have_numbers(pattern: str) -> None:
     model = Repeated().double()
@@ -320,6 +325,7 @@ def test_callback_chooses_by_size() -> None:
     assert all(s.nbytes is None for s in graph.sites if s.kind != "saved")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "policy",
     [
@@ -336,6 +342,7 @@ def test_policies_without_the_kind_leave_saved_tensors_alone(policy: Any) -> Non
     assert not [e for e in graph.edits if e.site.kind == "saved"]
 
 
+@pytest.mark.broad
 def test_no_saved_rule_leaves_the_graph_of_other_rules_as_it_is() -> None:
     clip = gr.on("error:1", ClipByValue(0.1))
     plain = gr.transform(chain(), clip).trace(rows())
@@ -354,6 +361,7 @@ def test_no_saved_rule_leaves_the_graph_of_other_rules_as_it_is() -> None:
 # Refusals.
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -371,6 +379,7 @@ def test_what_cannot_be_kept_so_is_refused(policy: Any, message: str) -> None:
         gr.transform(chain(), policy).trace(rows())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", ["error", "gradient", "activation", "input", "step"])
 def test_other_kinds_refuse_saved_actions(kind: str) -> None:
     for action in (Store("int8"), Offload(), Recompute(), Observe("stored_error")):
@@ -403,6 +412,7 @@ def saved_bytes(out: Tensor) -> int:
     return sum(memory.values())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("pattern", mostly_slow(["saved:*", "saved:*/*"]))
 def test_recomputation_is_exact_and_keeps_less(pattern: str) -> None:
     plain, x = nn.Sequential(Mlp(), Mlp()).double(), rows()
@@ -447,6 +457,7 @@ def test_random_ops_are_not_computed_again() -> None:
         gr.transform(dropped().double(), gr.on("saved:drop", Recompute())).trace(rows())
 
 
+@pytest.mark.broad
 def test_random_numbers_are_those_of_the_plain_model() -> None:
     plain, x = dropped().double(), rows()
     model = gr.transform(copy.deepcopy(plain), gr.on("saved:*", Store("int8")))
@@ -496,6 +507,7 @@ class Checkpointed(nn.Module):
         return KeepInput.apply(run, self.form, x, *parameters)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "rate",
     [
@@ -558,6 +570,7 @@ class ReturnsSaved(nn.Module):
         return hidden, self.two(hidden)
 
 
+@pytest.mark.broad
 def test_caller_may_change_a_stored_output_in_place() -> None:
     """The plain model fails then, for it has kept the output itself."""
     plain, x = ReturnsSaved().double(), rows()
@@ -577,6 +590,7 @@ def test_caller_may_change_a_stored_output_in_place() -> None:
     )
 
 
+@pytest.mark.broad
 def test_sizes_may_be_symbolic() -> None:
     plain = nn.Sequential(Mlp(), Mlp()).double()
     model = gr.transform(copy.deepcopy(plain), gr.on("saved:*", Store("int8")), dynamic=True)
@@ -590,6 +604,7 @@ def test_sizes_may_be_symbolic() -> None:
     assert [e.site for e in graph.edits] == sites
 
 
+@pytest.mark.broad
 def test_last_dimension_may_be_symbolic() -> None:
 
     net = Lambda(lambda net, x: net.last(net.conv(x).sigmoid()), conv=nn.Conv1d(4, 16, 3), last=nn.Conv1d(16, 4, 3))
@@ -615,6 +630,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("pattern", mostly_slow(["saved:layers.*", "saved:layers.1.up", "saved:layers.0/gelu"]))
 def test_regions_keep_what_the_whole_model_keeps_inside_of_them(pattern: str) -> None:
     plain, x = Layers().double(), rows()
@@ -626,6 +642,7 @@ def test_regions_keep_what_the_whole_model_keeps_inside_of_them(pattern: str) ->
     assert names == {str(e.site) for e in whole.explain().graphs[0].edits}
 
 
+@pytest.mark.broad
 def test_parts_of_a_broken_graph_keep_what_each_has() -> None:
     plain, whole, policy = Layers(breaks=True).double(), Layers().double(), gr.on("saved:*/gelu", Store("int8"))
     whole.load_state_dict(plain.state_dict())
@@ -699,6 +716,7 @@ class TwoLosses(nn.Module):
         return self.one(h).square().mean(), self.two(h).tanh().mean()
 
 
+@pytest.mark.broad
 def test_losses_are_weighed_of_restored_values() -> None:
     plain, x = TwoLosses().double(), rows()
     store = gr.on("saved:*", Store("int8"))
@@ -731,6 +749,7 @@ class ResidualLosses(TwoLosses):
         self.trunk = nn.Sequential(Residual(), Residual())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("is_weighed", [False, True])
 @pytest.mark.parametrize("form", [Store("bfloat16"), Recompute()])
 @pytest.mark.parametrize("action", [Observe("norm"), CheckFinite(), ClipByValue(0.01)])
@@ -760,6 +779,7 @@ def test_stored_error_is_that_of_the_form(form: Form) -> None:
     assert model.monitor.latest()["stored_error@saved:1"] == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.broad
 def test_stored_error_is_measured_every_other_step() -> None:
     model = gr.transform(chain(2), gr.on("saved:1", [Store("int8"), Observe("stored_error", every=2)]))
     for _ in range(4):
@@ -788,6 +808,7 @@ def test_loss_scale_leaves_the_forms_alone() -> None:
     assert model.monitor.latest() == unscaled.monitor.latest()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("form", mostly_slow(["int8", "float8_e4m3fn"]))
 def test_bfloat16_and_autocast(form: Form) -> None:
     plain, x = chain().bfloat16(), rows(dtype=torch.bfloat16)

@@ -57,6 +57,7 @@ def check(name: str, weighting: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", MODULES)
 def test_pcgrad_equals_torchjd(name: str) -> None:
     check(name, "PCGrad")

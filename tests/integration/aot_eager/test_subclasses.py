@@ -74,6 +74,7 @@ def test_without_actions_gradients_are_those_of_eager(x: Tensor) -> None:
     torch.testing.assert_close(gradients(plain, gr.transform(plain, []), x), wanted)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("action", [ClipByGlobalNorm(1.0), Scale(0.5), CheckFinite(), Observe("norm")], ids=str)
 def test_an_action_at_such_a_gradient_is_an_error_that_names_it(x: Tensor, action: Any) -> None:
     rewritten = gr.transform(Weighted(), gr.on("gradient:second.*", action))

@@ -27,6 +27,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float
     return torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
 
 
+@pytest.mark.broad
 def test_gradients_are_not_clipped_any_more(model: gr.RewrittenModule, x: Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     methods = optimizer.step, optimizer.zero_grad

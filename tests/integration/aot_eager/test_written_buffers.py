@@ -50,6 +50,7 @@ def steps(run: Callable[[Tensor], Tensor], model: nn.Module) -> list[dict[str, T
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BUFFERS)
 def test_gradients_equal_eager(name: str, way: str) -> None:
@@ -59,6 +60,7 @@ def test_gradients_equal_eager(name: str, way: str) -> None:
     torch.testing.assert_close(steps(WAYS[way](model), model), steps(plain, plain), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("form", [Recompute(), Store("bfloat16")])
 @pytest.mark.parametrize("name", BUFFERS)
 def test_saved_tensors_are_restored_from_what_was_read(name: str, form: Any) -> None:
@@ -79,6 +81,7 @@ def test_saved_tensors_are_restored_from_what_was_read(name: str, form: Any) -> 
         )
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", BUFFERS)
 def test_a_comparison_says_where_plain_compilation_is_off(name: str) -> None:
     torch.manual_seed(0)
@@ -106,6 +109,7 @@ class Written(nn.Module):
         return loss
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("policy", [[], gr.on("saved:*", Recompute()), gr.on("error:*", CheckFinite())])
 def test_an_input_that_is_written(policy: gr.Policy) -> None:
     plain, x = Written(), torch.randn(600, WIDTH)
@@ -118,6 +122,7 @@ def test_an_input_that_is_written(policy: gr.Policy) -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", ["batch norm", "running mean"])
 def test_only_what_the_backward_needs_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forwards: list[fx.GraphModule] = []

@@ -71,6 +71,7 @@ WAYS: dict[str, Callable[[nn.Module, gr.Policy], Callable[[Tensor], Tensor]]] = 
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pattern", ["layer", "layer#0", "layer#1", "layer#2", "layer.linear#1", "/sin", "/sin#1"])
 def test_a_call_is_that_of_the_forward(pattern: str, way: str) -> None:
@@ -88,6 +89,7 @@ def test_a_call_is_that_of_the_forward(pattern: str, way: str) -> None:
             torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.broad
 def test_sites_and_states_of_calls_behind_a_break_are_their_own() -> None:
     count = gr.State(name="count")
 

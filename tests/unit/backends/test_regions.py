@@ -391,6 +391,7 @@ def test_copies_have_regions_of_their_own(again: Callable[[Any], Any], inplace: 
     assert len(copied.explain().graphs) == len(model.explain().graphs) == 4
 
 
+@pytest.mark.broad
 def test_two_policies_on_one_model(x: Tensor) -> None:
     plain = made()
     first = gr.transform(plain, gr.on("error:blocks.0", Scale(2.0)), regions="blocks.*")
@@ -459,6 +460,7 @@ class SplitLater(Block):
         return y.sigmoid()
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("ignore:the tracer skipped a region", "ignore:the policy .* answered None at every site so")
 def test_another_answer_behind_a_graph_break_of_shared_code(x: Tensor) -> None:
     model = made(lambda: Net(2))
@@ -481,6 +483,7 @@ class Printing(Net):
         return super().forward(x)
 
 
+@pytest.mark.broad
 def test_the_tracer_has_to_follow_the_regions_alone(x: Tensor) -> None:
     trained(gr.transform(made(Printing), EQUAL, regions="blocks.*"), x)
     broken = made()
@@ -508,6 +511,7 @@ def test_parameters_are_listed_where_they_are_looked_at(x: Tensor, monkeypatch: 
     trained(model, x)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [
@@ -559,6 +563,7 @@ def test_a_region_that_is_compiled_by_itself(x: Tensor) -> None:
         other(x)
 
 
+@pytest.mark.broad
 def test_trace_shows_the_regions(x: Tensor) -> None:
     model = gr.transform(made(), gr.on("*", lambda g: g * 2 if g.dim() else None), regions="blocks.*")
     sites = [str(edit.site) for edit in model.trace(x).edits]
@@ -596,6 +601,7 @@ class NestedRegion(nn.Module):
         return self.fc(x).tanh()
 
 
+@pytest.mark.broad
 def test_nested_compile_region_hides_sites() -> None:
     model = gr.transform(nn.Sequential(*(NestedRegion() for _ in range(3))), gr.on("error:*", ClipByNorm(1.0)))
     with pytest.warns(gr.RewriteWarning, match="nested_compile_region hides the inside of ('0', )?'1', '2'"):
@@ -652,6 +658,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("change", CHANGES)
 def test_regions_follow_the_modules(change: str, x: Tensor) -> None:
     policy = [gr.on("error:blocks.*", ClipByValue(1e-3)), gr.on("gradient:blocks.*.weight", Scale(0.5))]

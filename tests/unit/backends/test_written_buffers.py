@@ -76,6 +76,7 @@ def bad(rows: int = 8) -> Tensor:
     return x
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,6 +102,7 @@ def test_skips_leave_no_trace(kind: str, make: str, way: str) -> None:
     assert any(not torch.equal(after[name], t) for name, t in before.items() if name in dict(model.named_buffers()))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("fused", [False, True])
 def test_micro_batches_are_taken_back_together(fused: bool) -> None:
     model = Net(BUFFERS["batch norm"])
@@ -116,6 +118,7 @@ def test_micro_batches_are_taken_back_together(fused: bool) -> None:
     assert_same(state(model, optimizer), before)
 
 
+@pytest.mark.broad
 def test_a_spike_is_taken_back() -> None:
     model = Net(BUFFERS["running mean"])
     rewritten = gr.transform(model, gr.on("step:*", SkipSpikes(sigma=3.0, window=8)))
@@ -131,6 +134,7 @@ def test_a_spike_is_taken_back() -> None:
             assert_same(state(model, optimizer), before)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("is_told", [False, True])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_updates_that_a_scaler_skips(make: str, is_told: bool) -> None:
@@ -150,6 +154,7 @@ def test_updates_that_a_scaler_skips(make: str, is_told: bool) -> None:
         assert bool(changed) != is_skipped, changed
 
 
+@pytest.mark.broad
 def test_nothing_is_copied_where_nothing_skips() -> None:
     model = Net(BUFFERS["batch norm"])
     for policy, guarded in ((SKIP, False), (gr.on("gradient:*", CheckFinite()), True)):

@@ -336,6 +336,7 @@ class Slashed(nn.Module):
         return self._modules["a/b"](x) * self._parameters["w/scale"]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("pattern", "matched"),
     [

@@ -43,6 +43,7 @@ def test_what_was_inserted_is_what_the_edits_and_carriers_say(make: Make) -> Non
     assert inserted == Counter([name for edit in graph.edits for name in edit.nodes] + list(graph.record_nodes))
 
 
+@pytest.mark.broad
 @EACH
 def test_the_forward_is_in_order_and_keeps_torch_s_modules(make: Make) -> None:
     graph = make().before

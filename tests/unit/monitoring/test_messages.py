@@ -55,6 +55,7 @@ def test_value_is_copied_at_once() -> None:
     assert not added.pack.requires_grad
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("value", "want"),
     [
@@ -97,6 +98,7 @@ def test_row_that_was_read_still_grows() -> None:
     assert model.monitor.steps() == [Step(0, {"norm@gradient:bias": 1.0, "loss@run": 2.0})]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("every", [1, 3])
 def test_file_has_what_was_logged(tmp_path: Path, every: int) -> None:
     path = tmp_path / "run.jsonl"
@@ -140,6 +142,7 @@ def test_before_any_backward() -> None:
     assert "loss@run" not in model.monitor.latest()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("name", "value", "error", "words"),
     [

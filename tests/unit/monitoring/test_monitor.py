@@ -78,6 +78,7 @@ def test_table_sums_up() -> None:
     assert str(gr.Monitor().table())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("bounds", [[math.inf], [math.inf, 0.5, math.inf], [0.5, math.nan, 1.0]])
 def test_an_infinite_bound_is_a_value(bounds: list[float]) -> None:
     bound = torch.tensor(bounds[0])
@@ -376,6 +377,7 @@ class _Again(nn.Module):
         return self.head(h).sum()
 
 
+@pytest.mark.broad
 def test_a_printed_table_has_one_row_for_many_calls() -> None:
     model = gr.transform(_Again(40), [gr.on("error:*", Observe("norm")), gr.on("gradient:*", Observe("norm"))])
     for _ in range(3):
@@ -397,6 +399,7 @@ def test_a_printed_table_has_one_row_for_many_calls() -> None:
     assert "norm@error:cell#1" in str(few.monitor.table())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("pattern", "wanted"),
     [

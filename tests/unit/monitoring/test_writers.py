@@ -222,6 +222,7 @@ def test_frameworks_get_the_rate_since_their_last_log() -> None:
     attachment.detach()
 
 
+@pytest.mark.broad
 def test_waiting_steps_of_garbage_are_written_before_its_file_is_closed(tmp_path: Path) -> None:
     model = gr.transform(Probe(), gr.on("error:h", Observe("norm")))
     model.monitor.to_jsonl(tmp_path / "run.jsonl")

@@ -257,6 +257,7 @@ def test_upgrad_and_pcgrad_without_conflict_change_nothing() -> None:
     assert torch.equal(WEIGHTINGS["upgrad"](gramian), torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_mgda_is_about_the_point_of_least_norm(gramian: Tensor) -> None:
     """At the minimum all products with the combination are at least its square."""
@@ -486,6 +487,7 @@ class NoWait(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 @pytest.mark.parametrize("name", ON_DEVICES)
 @pytest.mark.parametrize("number", [1, 2, 5])

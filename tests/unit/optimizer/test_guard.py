@@ -68,6 +68,7 @@ def test_state_is_untouched_bit_by_bit_in_the_bad_step() -> None:
     assert not hasattr(optimizer, "found_inf")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_one_bad_micro_batch_spoils_the_step(fused: bool, bad: int) -> None:
@@ -104,6 +105,7 @@ def test_gradients_that_are_thrown_away_spoil_nothing(fused: bool, set_to_none: 
     assert model.monitor.skipped == 2  # two updates never came
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("fused", [False, True])
 def test_together_with_a_grad_scaler(fused: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)

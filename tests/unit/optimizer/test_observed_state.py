@@ -130,6 +130,7 @@ def test_kept_tensors_are_copies() -> None:
     assert torch.equal(kept, before)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("monitor", "every", "due"),
     [({}, 1, range(7)), ({}, 3, (0, 3, 6)), ({"sample": 2}, 1, (0, 2, 4, 6)), ({"sample": 2}, 3, (0, 6))],
@@ -184,6 +185,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", ["param", "state"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_actions_are_refused(case: str, kind: str) -> None:
@@ -210,6 +212,7 @@ def test_complex_parameters_have_no_order() -> None:
                 optimizer.step()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("policy", "has_any"),
     [
@@ -276,6 +279,7 @@ def test_rule_without_state_is_told_when_there_is_state() -> None:
         step(model, optimizer, 1)
 
 
+@pytest.mark.broad
 def test_rule_for_state_of_two_optimizers() -> None:
     for pattern, is_known in (("state:two.*.exp_avg", True), ("state:*.max_exp_avg", False)):
         model = rewritten(gr.on(pattern, Observe("norm")))

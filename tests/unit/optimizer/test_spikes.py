@@ -54,6 +54,7 @@ class Run:
         return self.monitor.history(f"{record}@step:group:default")
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 @pytest.mark.parametrize(("sigma", "window"), [(6.0, 128), (3.0, 7), (2.5, 2), (4.0, 33)])
 @pytest.mark.parametrize("seed", [0, 1])
@@ -129,6 +130,7 @@ def test_large_figures_do_not_overflow() -> None:
     assert max(run.figures("spike_limit")[2:]) < 5e300
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("sharing", ["same", "other group", "largest"])
@@ -154,6 +156,7 @@ def test_the_norm_is_that_before_the_clip(first: bool, fused: bool, sharing: str
     assert model.trace_step(optimizer).code.count("ops.gradrewrite.measure.default(") == 1  # one read of the gradients
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("of", ["total_norm", "loss"])
 def test_a_skipped_step_leaves_everything_as_it_was(name: str, of: Any) -> None:
@@ -188,6 +191,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(name: str, of: Any) -> None:
     assert model.monitor.history("skipped@optimizer:0") == [0, 0, 0, 1, 1, 0, 1]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("of", ["total_norm", "loss"])
 def test_a_resumed_run_goes_on_bit_by_bit(of: Any, tmp_path: Path) -> None:
     def make() -> Run:
@@ -239,6 +243,7 @@ def test_what_others_skip_is_not_accepted() -> None:
     assert int(gr.state_dict(model)["states"]["step:group:default/SkipSpikes.count"]) == 2
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
 def test_norms_are_unscaled_under_a_grad_scaler(fused: bool, clip: bool) -> None:
@@ -269,6 +274,7 @@ def test_norms_are_unscaled_under_a_grad_scaler(fused: bool, clip: bool) -> None
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_that_skips_takes_the_losses_along(fused: bool) -> None:
     """An optimizer that is not fused is not called where a GradScaler found an infinity."""
@@ -402,6 +408,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("of", ["total_norm", "loss"])
 def test_the_host_reads_one_verdict_or_none(name: str, of: Any) -> None:
@@ -415,6 +422,7 @@ def test_the_host_reads_one_verdict_or_none(name: str, of: Any) -> None:
             assert reads.number == ("fused" not in name)
 
 
+@pytest.mark.broad
 def test_two_groups_and_two_optimizers() -> None:
     """Each group and each optimizer has a window of its own; one spike of a group skips the whole update."""
     model = gr.transform(
@@ -481,6 +489,7 @@ def test_wrong_settings(given: dict[str, Any], error: type[Exception], text: str
         SkipSpikes(**given)
 
 
+@pytest.mark.broad
 def test_where_it_may_stand() -> None:
     for pattern in ("gradient:*", "error:*", "activation:*", "input:*"):
         model = gr.transform(TwoLayers(), gr.on(pattern, SkipSpikes()))

@@ -32,6 +32,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("world", [4, 1024])
 def test_what_is_sent_does_not_grow_with_the_ranks(world: int) -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -173,6 +173,7 @@ ACTIONS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("name", "fused"), mostly_slow([(n, f) for f in (False, True) for n in ACTIONS], len(ACTIONS)))
 def test_actions_at_step_sites(name: str, fused: bool) -> None:
     action, definition = ACTIONS[name]
@@ -277,6 +278,7 @@ def test_records_are_written_and_kept(tmp_path: Any) -> None:
     assert step.records["bound@step:two.weight"] == 0.01
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("optimize", [torch.optim.AdamW, torch.optim.SGD])
 def test_skipped_steps_leave_everything_as_it_was(optimize: Any, fused: bool) -> None:
@@ -635,6 +637,7 @@ def test_graph_breaks_do_not_split_the_group() -> None:
     assert_same(model, plain)
 
 
+@pytest.mark.broad
 def test_fused_optimizers_divide_by_the_norm_over_the_bound() -> None:
     """Below the bound not a bit changes; above it the quotient differs from the normative product by 2 ulp at most.
 
@@ -881,6 +884,7 @@ def test_figures_that_are_measured_with_the_norms_keep_their_names() -> None:
     assert latest["skipped@optimizer:0"] == 1.0
 
 
+@pytest.mark.broad
 def test_nothing_outlives_model_and_optimizer() -> None:
     _, model = pair(gr.on("step:*", [CheckFinite("skip"), ClipByGlobalNorm(1.0), lambda g, w: g + w]))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -959,6 +963,7 @@ def test_the_step_graph_of_a_policy_without_actions_at_steps(policy: gr.Policy, 
             viz.draw(graph, view=view).render(str(tmp_path / view), format="svg")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.inductor, pytest.mark.slow])])
 @pytest.mark.parametrize("kind", ["gradient", "step"])
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch.compile runs code of the old size, of a plain model too")

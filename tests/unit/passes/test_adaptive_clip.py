@@ -92,6 +92,7 @@ def test_units_that_are_not_finite_stay_as_they_are(dtype: torch.dtype) -> None:
     assert model.monitor.latest()["unit_share@gradient:linear"] == pytest.approx(1 / 5)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("unit", [1e30, 1e-30])
 def test_norms_neither_overflow_nor_vanish(unit: float) -> None:
     parameters, gradients = made(0, torch.float32), made(1, torch.float32)

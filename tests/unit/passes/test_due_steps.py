@@ -70,11 +70,13 @@ def check(action: Any, due: Any, is_due: list[bool], *, compiled: bool = False) 
             assert torch.equal(own, expected)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", list(ACTIONS))
 def test_every_third_step(name: str) -> None:
     check(ACTIONS[name], Every(3, ACTIONS[name]), [True, False, False, True, False])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", list(ACTIONS))
 def test_from_a_step_on(name: str) -> None:
     check(ACTIONS[name], After(2, ACTIONS[name]), [False, False, True, True])
@@ -86,6 +88,7 @@ def test_compiled(name: str) -> None:
     check(ACTIONS[name], Every(2, ACTIONS[name]), [True, False, True], compiled=True)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("site", ["gradient:*", "step:*", "error:2"])
 def test_steps_are_those_of_a_guarded_optimizer(site: str) -> None:
     model = gr.transform(net(), gr.on(site, Every(2, ClipByNorm(1e-3))))
@@ -118,6 +121,7 @@ def test_steps_go_on_after_a_resume() -> None:
     assert first + second == [True, False, False, True, False]
 
 
+@pytest.mark.broad
 def test_nan_in_steps_that_are_not_due_does_not_spread() -> None:
     def spoil(g: Tensor) -> Tensor:
         return g * math.nan
@@ -157,6 +161,7 @@ def test_text() -> None:
 # ---- bounds by site
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("make", [ClipByNorm, ClipByValue])
 @pytest.mark.parametrize("way", ["mapping", "function"])
 def test_bounds_by_site(make: Any, way: str) -> None:
@@ -215,6 +220,7 @@ def test_a_function_of_the_site_that_fails_is_named() -> None:
         model(X)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("make", [ClipByNorm, ClipByValue])
 def test_bounds_by_site_hold_at_step_sites(make: Any) -> None:
     model = gr.transform(net(), gr.on("step:*", make({"0.*": 1e-3, "step:2.bias": 0.5, "*": 9.0})))
@@ -229,6 +235,7 @@ def test_a_mapping_without_bounds_is_refused() -> None:
         ClipByNorm({})
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", ["norm", "two bounds", "function", "schedule", "by site"])
 @pytest.mark.parametrize("make", [lambda a: Every(2, a), lambda a: After(1, a)], ids=["every", "after"])
 def test_eager_hooks_follow_the_steps(name: str, make: Any) -> None:

@@ -312,6 +312,7 @@ WITH_BACKWARDS: dict[str, tuple[Callable[..., Tensor], list[Given]]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", WITH_BACKWARDS)
 def test_gradients_depend_on_the_example_that_the_layout_says(name: str) -> None:
     """Sizes that are no batch are mostly equal to it."""

@@ -81,6 +81,7 @@ def test_lower_bounds_and_ratios() -> None:
         torch.testing.assert_close(model.weight.grad.norm(dim=1), wanted, rtol=1e-12, atol=0)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", ["gradient", "step"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_steps_of_a_guarded_optimizer_count(kind: str, fused: bool) -> None:

@@ -42,6 +42,7 @@ def states_of(model: Any) -> dict[str, Tensor]:
     return gr.state_dict(model)["states"]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", ["gradient", "step", "error"])
 def test_each_site_counts_by_itself(kind: str) -> None:
     model = gr.transform(net(), gr.on(f"{kind}:*0*", counting(gr.State(dtype=torch.float64, name="calls"))))
@@ -137,6 +138,7 @@ def add_to(s: Any) -> None:
     s += 1.0
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("write", "text"),
     [
@@ -160,6 +162,7 @@ def test_writes_in_place_are_refused(write: Any, text: str) -> None:
 LIVE = torch.zeros(2)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("write", "text"),
     [
@@ -252,6 +255,7 @@ def test_units_are_those_of_the_unscaled_loss() -> None:
     assert float(states_of(model)["gradient:weight/largest"]) == 2.0
 
 
+@pytest.mark.broad
 def test_regions_of_equal_structure_have_states_of_their_own() -> None:
     model = gr.transform(Layers(3, 3).double(), gr.on("gradient:*.bias", counting(gr.State())), regions="layers.*")
     for _ in range(2):
@@ -266,6 +270,7 @@ def test_two_actions_may_not_set_one_state() -> None:
         model(example(1.0).float())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "read",
     [lambda s: s.item(), lambda s: float(s.value), lambda s: 1 if s.value else 2, lambda s: torch.full((), s), float],
@@ -368,6 +373,7 @@ def test_copies_and_pickles_have_states_of_their_own() -> None:
         assert int(states_of(model)["group:default/ZClip.count"]) == 1
 
 
+@pytest.mark.broad
 def test_a_trace_leaves_the_states_as_they_are() -> None:
     model = gr.transform(nn.Linear(3, 1).double(), gr.on("gradient:weight", counting(gr.State())))
     model(example(1.0)).sum().backward()
@@ -478,6 +484,7 @@ def test_two_groups_of_one_name_are_refused() -> None:
         model(example(1.0).float())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("reader", ["gradient:1.weight", "error:0", "step:1.weight"])
 def test_a_state_that_is_set_at_another_site_is_refused(reader: str) -> None:
     scale = gr.State(name="scale")
@@ -519,6 +526,7 @@ def steps(model: gr.RewrittenModule, *, guarded: bool = False) -> None:
             optimizer.step()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("other", ["gradient:1.weight", "step:0.weight"])
@@ -536,6 +544,7 @@ def test_the_state_of_another_policy_is_told(other: str, used: bool, guarded: bo
     steps(model, guarded=guarded)  # once
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("used", [False, True])
 def test_the_state_of_the_same_policy_is_not_told(used: bool) -> None:
     for site in ("gradient:0.weight", "step:0.weight"):

@@ -145,6 +145,7 @@ CASES: dict[str, tuple[Function, str]] = {
 }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("case", CASES)
 def test_a_kept_value_is_refused(case: str) -> None:
     fn, name = CASES[case]
@@ -173,6 +174,7 @@ class Remembers:
         return torch.where(g > self.chosen, g * 0.5, g)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("wrap", [lambda fn: fn, lambda fn: fn.__call__, functools.partial, wrapped])
 def test_what_is_as_it_was_stays_allowed(wrap: Callable[[Function], Function]) -> None:
     model = gr.transform(nn.Linear(2, 2), gr.on("gradient:*", wrap(Remembers())))

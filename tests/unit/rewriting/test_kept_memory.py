@@ -96,6 +96,7 @@ def test_nothing_changes() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("form", ["int8", "bfloat16", "float8_e4m3fn"])
 def test_measured_errors_are_those_of_a_run(form: Any) -> None:
     """The oracle is ``stored_error`` of a training step on the same inputs."""
@@ -110,6 +111,7 @@ def test_measured_errors_are_those_of_a_run(form: Any) -> None:
     assert size == model.memory(X).policy_bytes - 4  # the record of the error is kept too
 
 
+@pytest.mark.broad
 def test_symbolic_sizes_count_as_given() -> None:
     model = gr.transform(mlp(), gr.on("saved:*", Store("int8")), dynamic=True)
 

@@ -191,6 +191,7 @@ def test_the_same_graph_gives_the_same_bytes(tmp_path: Path) -> None:
         assert Path(viz.draw(three_layers()).render(tmp_path / "b", form)).read_bytes() == first
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("view", ["ladder", "overview"])
 def test_dot_has_every_edit_with_its_nodes_and_graphviz_draws_it(view: str) -> None:
     for make in (three_layers, odd_names):

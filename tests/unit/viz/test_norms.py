@@ -103,6 +103,7 @@ def test_loops_are_found(kinds: str, wanted: list[Loop]) -> None:
     assert find_loops(list(kinds)) == wanted
 
 
+@pytest.mark.broad
 def test_bad_blocks_are_unfolded() -> None:
     model, graph = observed(Blocks(), torch.full((2, 8), 0.1))
     plain, seen = rows_of(graph), rows_of(graph, model.monitor)
@@ -113,6 +114,7 @@ def test_bad_blocks_are_unfolded() -> None:
     assert len(seen) <= _overview.MOST
 
 
+@pytest.mark.broad
 def test_healthy_blocks_stay_folded() -> None:
     model, graph = observed(Blocks(bad=()), torch.full((2, 8), 0.1))
 
@@ -174,6 +176,7 @@ def test_errors_count_before_gradients() -> None:
     assert norms.value(["gradient:third.weight"], 0) == 3.0
 
 
+@pytest.mark.broad
 def test_a_folded_recurrence_has_a_cell_a_call() -> None:
     graph = recurrent()
     sites = [str(site) for site in graph.sites if site.kind == "error" and "step" in site.output_of]

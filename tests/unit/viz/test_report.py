@@ -163,6 +163,7 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert any("a<b>" in text for text in page.texts)
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = viz.report(STEPS)
