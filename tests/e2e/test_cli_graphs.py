@@ -125,6 +125,7 @@ def test_colors_of_a_run(shell: Shell) -> None:
     assert "color_by='not finite': the monitor has no records for that" in shell_says
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_sites_pattern(shell: Shell, order: str) -> None:
     model, *given = MODEL
@@ -166,6 +167,7 @@ def test_sites_of_a_policy(shell: Shell) -> None:
     assert "<- ClipByValue(0.1" in out
 
 
+@pytest.mark.broad
 def test_memory(shell: Shell) -> None:
     status, out, err = shell.run("memory", *MODEL)
     assert (status, err) == (0, "")
@@ -313,6 +315,7 @@ def test_usage(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> No
     assert err.startswith("usage: gradrewrite")
 
 
+@pytest.mark.broad
 def test_reshaping_ops_on_request(shell: Shell) -> None:
     counts = []
     for more in ((), ("--reshapes",)):

@@ -31,6 +31,7 @@ def start() -> tuple[multi_task.ReadAndDraw, Tensor, Tensor]:
     return multi_task.ReadAndDraw().double(), torch.rand(16, 64).double(), torch.randint(0, 10, (16,))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("way", "weights"), [("UPGrad", upgrad), ("MGDA", mgda)])
 def test_gradients_of_the_trunk(way: str, weights: Any) -> None:
     net, images, labels = start()

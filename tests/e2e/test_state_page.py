@@ -52,6 +52,7 @@ def test_the_page_has_the_code() -> None:
     assert len(BLOCKS) == 6
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_adagc(bad: float) -> None:
     scales = [1.0, 3.0, 2.0, bad, 2.5, 9.0, 2.0, 2.1]

@@ -264,6 +264,7 @@ def test_the_state_of_a_model_is_no_value_of_a_function_that_asks_for_its_mode()
     assert len(model.explain().graphs) == 1
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("case", ["attribute", "equal list", "cached property", "cache"])
 def test_what_only_looks_like_a_change_is_none(case: str) -> None:
     trainer, lazy = _Trainer(), _Lazy()
@@ -303,6 +304,7 @@ def _multiply(factor: float, g: Tensor) -> Tensor:
     return g * factor
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("answer", ["partial", "object", "lambda"])
 def test_callables_that_are_made_anew_are_equal(answer: str) -> None:
     epoch = {"now": 0}

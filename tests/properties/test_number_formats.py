@@ -69,6 +69,7 @@ def eps(format: Format) -> float:
     return float(torch.finfo(getattr(torch, format)).eps)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("format", FORMATS)
 @given(x=tensors())
 def test_best_scale_is_that_of_a_search(format: Format, x: Tensor) -> None:

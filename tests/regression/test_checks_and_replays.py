@@ -20,6 +20,7 @@ from models.small import Lambda
 GRADIENTS = gr.on("gradient:*", CheckFinite())
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("hides", [NanToNum(), ClipByValue(1.0)])
 def test_action_behind_a_check_hides_nothing_from_the_answer(hides: Any) -> None:
     model = gr.transform(nn.Linear(3, 3, bias=False), gr.on("gradient:*", [CheckFinite(), hides]))

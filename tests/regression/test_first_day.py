@@ -227,6 +227,7 @@ def _report(policy: Any, bad: Collection[int], steps: int = 40) -> str:
     return str(examine(model.monitor.steps()))
 
 
+@pytest.mark.broad
 def test_a_run_with_skipped_updates_is_not_said_to_be_finite() -> None:
     policy = [gr.on("gradient:*", CheckFinite("skip")), gr.on("gradient:*", Observe("norm"))]
     text = _report(policy, bad=(7, 20))
@@ -293,6 +294,7 @@ def test_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.broad
 def test_a_rule_without_a_site_is_named_with_its_line() -> None:
     model = gr.transform(_net(), gr.on("gradient:nope", Scale(2.0)))
     with pytest.raises(gr.NoSuchSiteError, match=r"test_first_day\.py:\d+: no site matches 'gradient:nope'"):

@@ -235,6 +235,7 @@ def test_models_own_error_is_told() -> None:
         gr.transform(Fails(), [])(torch.ones(1, 4))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", ["", "*", "a#1", "a/b", "error:a"])
 def test_tap_names_have_no_signs_of_patterns(name: str) -> None:
     class Tapped(Net):
@@ -248,6 +249,7 @@ def test_tap_names_have_no_signs_of_patterns(name: str) -> None:
 # What runs beside, inside or after.
 
 
+@pytest.mark.broad
 def test_nested_backward_keeps_its_records() -> None:
     model = gr.transform(Net(), gr.on("gradient:fc.weight", ClipByNorm(1e9)))
     x = torch.ones(1, 4, requires_grad=True)

@@ -71,6 +71,7 @@ def test_a_resumed_run_goes_on_with_its_numbers(is_guarded: bool) -> None:
     assert Training(state=state, is_guarded=is_guarded).run(2).numbers() == [(4, 0), (5, 0)]
 
 
+@pytest.mark.broad
 def test_updates_of_step_sites_alone_have_numbers() -> None:
     training = Training(gr.on("step:*", Observe("norm"))).run(2, 3)
     assert training.numbers() == [(0, 0), (1, 0)]
@@ -102,6 +103,7 @@ def _spoiled(size: int) -> Tensor:
     return torch.full((size, 3), math.nan)
 
 
+@pytest.mark.broad
 def test_an_error_says_update_and_micro_batch() -> None:
     training = Training([*_POLICY, gr.on("gradient:*", CheckFinite())]).run(3, 4)
     with pytest.raises(gr.NonFiniteError, match=r"^update 3, micro-batch 3: first non-finite") as caught:
@@ -114,6 +116,7 @@ def test_an_error_says_update_and_micro_batch() -> None:
     assert (caught.value.step, caught.value.update, caught.value.micro_batch) == (0, 7, None)
 
 
+@pytest.mark.broad
 def test_skipped_updates_are_counted_and_named_as_updates() -> None:
     training = Training([*_POLICY, gr.on("gradient:*", CheckFinite("skip"))]).run(4, 2)
     training.update(_X, _spoiled(2))
@@ -165,6 +168,7 @@ def test_a_log_that_is_gone_on_with_is_one_run(log: Path) -> None:
     assert "Updates 0 to 6, resumed at 3." in _page(log)
 
 
+@pytest.mark.broad
 def test_a_log_that_begins_anew_is_another_run(log: Path) -> None:
     _logged(log, 5)
     _logged(log, 2)
@@ -196,6 +200,7 @@ def test_a_log_is_written_anew_while_it_is_written(log: Path) -> None:
     assert [step.step for step in gr.read_jsonl(log)] == [0, 1, 2]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("mode", ["a", "w"])
 @pytest.mark.parametrize("content", ["dear diary\n", '{"name": 1}\n', "x", "{"])
 def test_a_file_that_is_no_log_is_left_as_it_is(log: Path, content: str, mode: str) -> None:
@@ -307,6 +312,7 @@ def test_a_later_config_is_written(log: Path) -> None:
     assert (len(second.clips), last_run([first, second]).num_before) == (1, 0)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_tensorboard_has_one_value_a_place(micro_batches: int) -> None:
     places: dict[str, list[int]] = {}

@@ -186,6 +186,7 @@ def test_public_names() -> None:
         assert getattr(gradrewrite, name).__doc__, name
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_state_at_module_level_is_documented() -> None:
     """The table of ``CONTRIBUTING.md`` has all of it, and nothing else."""

@@ -117,6 +117,7 @@ def test_attributes_are_shared_both_ways(net: Net) -> None:
     assert "_gradrewrite" not in vars(net)
 
 
+@pytest.mark.broad
 def test_policy_holds_where_a_method_calls_the_model(net: Net, batch: Tensor, inplace: bool) -> None:
     wanted = doubled(net, net.loss(batch))
     model: Any = gr.transform(net, DOUBLE, inplace=inplace)
@@ -246,6 +247,7 @@ def test_model_that_refers_to_itself_is_pickled(batch: Tensor, inplace: bool) ->
         torch.testing.assert_close(gradients(other, other.loss(batch)), wanted)
 
 
+@pytest.mark.broad
 def test_parameters_that_come_later_are_watched(batch: Tensor) -> None:
     model: Any = gr.transform(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2).requires_grad_(False)), DOUBLE)
     model(batch).sum().backward()
@@ -405,6 +407,7 @@ def test_methods_have_entry_points_of_their_own(net: Net, batch: Tensor, inplace
     assert got["encoder.weight"].any()
 
 
+@pytest.mark.broad
 def test_rules_wait_for_all_methods(net: Net, batch: Tensor) -> None:
     model: Any = gr.transform(net, gr.on("error:nonsense", Zero()), methods=("encode", "decode"))
     hidden = model.encode(batch)

@@ -210,6 +210,7 @@ def optimizer(parameters):
 """
 
 
+@pytest.mark.broad
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model_to_diagnose.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

@@ -35,6 +35,7 @@ def test_relative_clauses_are_found() -> None:
     assert not has_relative_clause("Return the tensors of ``kept(what)``, somewhat late.")
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_first_lines_have_no_relative_clauses() -> None:
     paths = [path for folder in ("gradrewrite", "passes", "viz") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -421,6 +421,7 @@ def weight_gradient(errors: Tensor, values: Tensor) -> Any:
     return torch.ops.aten.convolution_backward.default(errors[None], values[None], weight, None, *settings)[1]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "fn",
     [
@@ -525,6 +526,7 @@ def test_53_a_sum_with_a_matrix_product_drops_its_factor() -> None:
     torch.testing.assert_close(found, x @ w + p)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_60_a_written_buffer_is_read_again_in_the_backward(backend: str) -> None:
     """Why ``ir/partitioning.py`` saves what was read."""

@@ -45,6 +45,7 @@ def apply(action: Any, value: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.broad
 def test_clip_by_value() -> None:
     g = torch.tensor([-INF, -3.0, -2.0, -0.0, 1.0, 2.0, 3.0, INF, NAN])
 
@@ -144,6 +145,7 @@ def test_norm_clips_refuse(action: Any, bound: float) -> None:
         action("1")
 
 
+@pytest.mark.broad
 def test_global_norm_counts_each_parameter_once_and_skips_the_missing() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -170,6 +172,7 @@ def test_global_norm_counts_each_parameter_once_and_skips_the_missing() -> None:
             torch.testing.assert_close(p.grad, wanted[name] * 0.1 / norm, rtol=1e-12, atol=0)
 
 
+@pytest.mark.broad
 def test_groups_are_scaled_by_themselves() -> None:
     plain, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double(), torch.randn(2, 3, dtype=torch.float64)
     plain(x).sum().backward()
@@ -226,6 +229,7 @@ def test_complex_gradients() -> None:
         gr.transform(make_net(), gr.on("gradient:w", ClipByValue(1.0)))(x)
 
 
+@pytest.mark.broad
 def test_simple_actions() -> None:
     g = torch.tensor([1.0, -2.0, 0.0, INF, -INF, NAN])
 
@@ -236,6 +240,7 @@ def test_simple_actions() -> None:
         Scale(INF)
 
 
+@pytest.mark.broad
 def test_actions_of_a_site_apply_in_order() -> None:
     g = torch.tensor([3.0])
     assert same(through([ClipByValue(1.0), Scale(2.0)], g), torch.tensor([2.0]))

@@ -88,6 +88,7 @@ def grads(model: nn.Module) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("shape", [(2, 4), (1, 2, 4)])
 @pytest.mark.parametrize(
     "forward", mostly_slow([flat, beside_its_base, transposed, base_is_no_output, last_step, halves, one_view])

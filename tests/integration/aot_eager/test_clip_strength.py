@@ -239,6 +239,7 @@ def test_clip_by_value(bound: float, dtype: torch.dtype) -> None:
     assert found["share"] == pytest.approx(float((after != g).double().mean()), rel=1e-6)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("size", [1e-200, 1e200])
 def test_squares_of_float64_neither_overflow_nor_vanish(size: float) -> None:
     g = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * size

@@ -62,6 +62,7 @@ def test_everything_is_left_as_it_was() -> None:
     assert gr.compare(model, model, x) is None
 
 
+@pytest.mark.broad
 def test_refactored_models_are_matched_by_names() -> None:
     net = TwoLayers()
     names = {"one": "net.0", "two": "net.2", "/tanh": "net.1"}
@@ -75,6 +76,7 @@ def test_refactored_models_are_matched_by_names() -> None:
     assert "activation:two (activation:net.2 in the other), two/linear, small.py:" in str(found)
 
 
+@pytest.mark.broad
 def test_a_wrapped_model() -> None:
     net = TwoLayers()
     wrapped = nn.Sequential(net)
@@ -185,6 +187,7 @@ class WithLoss(nn.Module):
         return Output((logits * a).mean(), logits)
 
 
+@pytest.mark.broad
 def test_the_loss_of_an_output_and_inputs_by_keyword() -> None:
     net, other = pair(WithLoss())
     with torch.no_grad():

@@ -167,6 +167,7 @@ def test_compiled_model(poison: Poison) -> None:
     assert_named(run.model.monitor.culprits(), run, 1, 6)
 
 
+@pytest.mark.broad
 def test_input_changed_in_place_is_said() -> None:
     run = Run(task_of("scaled label"), policy=[SPIKES, gr.on("gradient:*", Observe("norm"))], num_micro=2)
     run.until_spike(1, 3)
@@ -201,6 +202,7 @@ def test_next_forward_lets_go_of_the_step() -> None:
     assert found.note.startswith("rows are not known: the step can be replayed until the next one's first forward")
 
 
+@pytest.mark.broad
 def test_nothing_is_known_without_records() -> None:
     run = Run(task_of("scaled label"), num_micro=2)
     run.until_spike(1, 3)
@@ -264,6 +266,7 @@ def test_check_finite(value: float) -> None:
     assert "a finite check failed" in str(found)
 
 
+@pytest.mark.broad
 def test_batch_norm_mixes_examples() -> None:
     def make_net() -> Lambda:
         return Lambda(
@@ -312,6 +315,7 @@ def test_buffers_that_the_forward_changes() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.broad
 def test_actions_at_the_gradients_do_not_hide_the_row() -> None:
     policy = [SPIKES, gr.on("gradient:*", [ClipByValue(1e6), lambda g: g * 1.0])]
     run = Run(task_of("finite outlier"), policy=policy)
@@ -320,6 +324,7 @@ def test_actions_at_the_gradients_do_not_hide_the_row() -> None:
     assert_named(run.model.monitor.culprits(), run, 0, 7)
 
 
+@pytest.mark.broad
 def test_policy_as_a_callback() -> None:
     run = Run(task_of("scaled label"), policy=lambda site: SkipSpikes(6.0, window=8) if site.kind == "step" else None)
     run.until_spike(0, 5)
@@ -363,6 +368,7 @@ def test_backend() -> None:
     assert backend.monitor.culprits().rows[0].index == 3
 
 
+@pytest.mark.broad
 def test_ids_of_a_wrong_length() -> None:
     run = Run(task_of("scaled label"))
     run.until_spike(0, 5)

@@ -93,6 +93,7 @@ def test_exploding_over_steps() -> None:
     assert 1.1 < finding.figures["growth_per_step"] < 4.0  # |1 - 2.6 e| for eigenvalues e of a batch around 1
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("logs", [True, False])
 def test_a_clip_that_always_acts_is_no_fault_where_the_loss_falls(logs: bool) -> None:
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def test_every_op_with_a_factor_is_known() -> None:
     assert set(ops_with_factors()) - own - OF_OTHER_KINDS - DECOMPOSED_BY_TORCH == set()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_products_mean_the_same(name: str, dtype: torch.dtype) -> None:

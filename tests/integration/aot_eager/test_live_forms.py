@@ -61,6 +61,7 @@ def test_the_next_call_reads_the_new_form(kind: str, change: str, options: dict[
     assert torch.equal(gradient_of(model, model[0].weight), before / 3 * factor)
 
 
+@pytest.mark.broad
 def test_a_bound_of_another_dtype() -> None:
     bound = torch.tensor(0.5)
     model = gr.transform(nn.Linear(3, 2), gr.on("gradient:weight", ClipByValue(bound)))
@@ -85,6 +86,7 @@ def test_step_sites() -> None:
     torch.testing.assert_close(moved[2], moved[1])
 
 
+@pytest.mark.broad
 def test_a_change_before_the_backward_is_refused() -> None:
     layer = held(3.0)
     model = gr.transform(nn.Linear(3, 2), gr.on("gradient:*", scaled_by(layer)))
@@ -96,6 +98,7 @@ def test_a_change_before_the_backward_is_refused() -> None:
     gradient_of(model, model.weight)
 
 
+@pytest.mark.broad
 def test_a_backend_refuses() -> None:
     layer, net = held(3.0), nn.Sequential(nn.Linear(3, 2))
     compiled = torch.compile(net, backend=make_backend(gr.on("error:0", scaled_by(layer)), None, AotEager()))

@@ -44,6 +44,7 @@ def test_two_forwards_before_two_backwards(kind: str, options: dict[str, Any], i
     second.backward()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", POLICIES)
 def test_what_changes_in_an_ordinary_loop_is_no_matter(kind: str) -> None:
     model, bound = made(kind)

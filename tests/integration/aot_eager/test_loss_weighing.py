@@ -127,6 +127,7 @@ def test_error_site_equals_eager(name: str) -> None:
             torch.testing.assert_close(p.grad, other.grad, rtol=1e-10, atol=1e-10, msg=parameter_name)
 
 
+@pytest.mark.broad
 def test_parameters_outside_of_the_group_have_the_sum() -> None:
     names = ("two.weight", "two.bias")
     _, got = weighed(gr.on("gradient:two.*", WeighLosses(uneven)))
@@ -134,6 +135,7 @@ def test_parameters_outside_of_the_group_have_the_sum() -> None:
     assert_same(got, eager(names=names))
 
 
+@pytest.mark.broad
 def test_two_groups() -> None:
     policy = [gr.on(f"gradient:{name}.*", WeighLosses(uneven, group=name)) for name in ("one", "two")]
     _, got = weighed(policy)
@@ -146,6 +148,7 @@ def clip(bound: float) -> Callable[[Tensor], Tensor]:
     return lambda g: g * min(1.0, bound / float(g.norm()))
 
 
+@pytest.mark.broad
 def test_actions_act_on_each_loss_before_and_on_the_sum_after() -> None:
     before, after, error = ClipByNorm(0.2), ClipByNorm(0.05), ClipByNorm(0.1)
     policy = [gr.on("error:two", error), gr.on("gradient:[ot]*", [before, WeighLosses(uneven), after])]
@@ -156,6 +159,7 @@ def test_actions_act_on_each_loss_before_and_on_the_sum_after() -> None:
     assert_same(got, expected)
 
 
+@pytest.mark.broad
 def test_other_groups_act_on_the_sum() -> None:
     policy = [gr.on("gradient:[ot]*", WeighLosses(uneven)), gr.on("gradient:*", ClipByGlobalNorm(0.1))]
     _, got = weighed(policy)
@@ -184,6 +188,7 @@ def test_what_stands_before_at_gradients_of_one_loss_stays(later: Any) -> None:
     assert_same(got, {name: g * factors[name] for name, g in expected.items()})
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("further", [(), ("loss_norms",)], ids=["norm", "loss_norms"])
 def test_records_of_what_acts_on_each_loss(further: tuple[str, ...]) -> None:
     model, _ = weighed([gr.on("error:two", Observe("norm", *further)), gr.on("gradient:[ot]*", WeighLosses(uneven))])
@@ -246,6 +251,7 @@ def test_states_of_what_acts_on_each_loss() -> None:
     assert set(gr.state_dict(model)["states"]) == {"error:two/loss0/last", "error:two/loss1/last"}
 
 
+@pytest.mark.broad
 def test_an_action_at_a_vector_of_losses_acts_on_each() -> None:
     class Vector(Net):
         def forward(self, x: Tensor) -> Any:
@@ -265,6 +271,7 @@ def test_an_action_at_a_vector_of_losses_acts_on_each() -> None:
     assert_same(got, step(reference, x, (1 / 2 + 0.5, 3 / 4 + 0.5)))
 
 
+@pytest.mark.broad
 def test_tangents_scale_the_losses() -> None:
     plain, x = net()
     got = step(gr.transform(copy.deepcopy(plain), gr.on("gradient:[ot]*", WeighLosses(uneven))), x, (2.0, 0.5))
@@ -361,6 +368,7 @@ def test_records_of_a_group_and_of_pairs() -> None:
     assert "loss_cosine_1_2@gradient:trunk.0.weight" in found
 
 
+@pytest.mark.broad
 def test_one_loss_is_the_plain_graph() -> None:
     class One(Net):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -373,6 +381,7 @@ def test_one_loss_is_the_plain_graph() -> None:
     assert graph.code == plain.code
 
 
+@pytest.mark.broad
 def test_nothing_shared_is_the_plain_graph() -> None:
     x = net()[1].float()
     graph = gr.transform(Net(), gr.on("gradient:[ab].*", WeighLosses(uneven))).trace(x)
@@ -464,6 +473,7 @@ def test_dynamic_shapes(name: str) -> None:
     assert len(model.explain().graphs) == 1
 
 
+@pytest.mark.broad
 def test_text_and_explanation_say_which_copy_belongs_to_which_loss() -> None:
     plain, x = net()
     model = gr.transform(plain, gr.on("gradient:[ot]*", WeighLosses(uneven)))
@@ -744,6 +754,7 @@ def test_one_observed_loss_has_its_norm() -> None:
     assert found["loss_norm_0@gradient:one.weight"] == pytest.approx(found["norm@gradient:one.weight"])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("policy", [gr.on("gradient:one.*", WEIGH), gr.on("error:two", Observe("loss_norms"))])
 def test_no_comparison_with_hooks(policy: gr.Policy) -> None:
     plain, x = net()

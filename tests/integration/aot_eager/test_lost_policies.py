@@ -118,6 +118,7 @@ def test_recompile_limit_warns_without_fullgraph() -> None:
         many_shapes(model)
 
 
+@pytest.mark.broad
 def test_outer_compile_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, DOUBLE)
     outer = torch.compile(lambda t: model(t) * 1.0, backend="aot_eager")
@@ -131,6 +132,7 @@ def test_outer_compile_keeps_the_policy(plain: nn.Module, x: Tensor) -> None:
 GLOBAL = gr.on("gradient:*", ClipByGlobalNorm(0.1))
 
 
+@pytest.mark.broad
 def test_accumulated_gradients_warn_once(plain: nn.Module, x: Tensor) -> None:
     model = gr.transform(plain, GLOBAL)
     model(x).sum().backward()
@@ -214,6 +216,7 @@ def test_graph_break_without_backward_is_nothing(x: Tensor, mode: Callable[[], A
             torch.testing.assert_close(gradient(model, x), 2 * gradient(plain, x))
 
 
+@pytest.mark.broad
 def test_graph_break_of_a_frozen_model_is_nothing(x: Tensor) -> None:
     plain = Broken().requires_grad_(False)
     model = gr.transform(plain, DOUBLE)
@@ -274,6 +277,7 @@ class GradientsOn(nn.Linear):
             return super().forward(x)
 
 
+@pytest.mark.broad
 def test_recompile_limit_where_the_model_switches_gradients_on() -> None:
     model = gr.transform(GradientsOn(4, 3), DOUBLE, dynamic=False)
 
@@ -285,6 +289,7 @@ def test_recompile_limit_where_the_model_switches_gradients_on() -> None:
     assert caught.value.code == "recompile-limit"
 
 
+@pytest.mark.broad
 def test_recompile_limit_without_backward_is_nothing() -> None:
     plain = nn.Linear(4, 3)
     model = gr.transform(plain, DOUBLE, dynamic=False)
@@ -329,6 +334,7 @@ def test_callback_that_answers_none_in_regions_is_named() -> None:
         loss.backward()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", ["gradient", "step"])
 def test_callback_that_answers_somewhere_is_not_warned_of(kind: str) -> None:
     plain = nn.Linear(2, 2)

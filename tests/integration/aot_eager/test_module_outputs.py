@@ -167,6 +167,7 @@ def test_a_value_of_the_last_module_that_the_model_stores(is_model: bool) -> Non
     assert found == {"0.fc": ("0.fc",), "0/square": (), "0": ("0",)}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("normalize", [spectral_norm, parametrizations.spectral_norm])
 def test_normalized_weight_is_no_output(normalize: Callable[[nn.Module], nn.Module]) -> None:
     torch.manual_seed(0)

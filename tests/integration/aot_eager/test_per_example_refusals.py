@@ -92,6 +92,7 @@ def test_mixing_is_refused(name: str, action: Any) -> None:
         model(X, Y)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("action", [ClipPerExample(1.0), Keep("example_norms"), Keep("second_moment")], ids=repr)
 def test_a_parameter_that_multiplies_a_loss_is_refused(action: Any) -> None:
     model = gr.transform(Model(loss_with_a_factor), gr.on("gradient:layer.bias", action))

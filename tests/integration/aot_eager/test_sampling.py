@@ -90,6 +90,7 @@ def test_steps_that_are_due(policy: Any, sample: int, expected: Any, graphs: lis
     assert [step.step for step in model.monitor.steps()] == list(range(STEPS))
 
 
+@pytest.mark.broad
 def test_values_are_those_of_every_step() -> None:
     policy = [gr.on("error:*", Observe("norm", "max_abs", every=3)), gr.on("gradient:*", Observe("norm", every=3))]
     _, sampled, _ = train(policy)
@@ -98,6 +99,7 @@ def test_values_are_those_of_every_step() -> None:
         assert row == (whole if step % 3 == 0 else {"lr@optimizer:0": 0.1})
 
 
+@pytest.mark.broad
 def test_records_that_are_not_due_are_discarded() -> None:
     policy = [
         gr.on("error:two", Observe("norm", every=2)),
@@ -125,6 +127,7 @@ def test_a_step_that_is_asked_for_has_all_measurements() -> None:
     assert steps_with(rows, "norm@error:two") == steps_with(rows, "norm@error:one") == [0, 7]
 
 
+@pytest.mark.broad
 def test_a_request_between_micro_batches_is_for_the_next_step() -> None:
     torch.manual_seed(0)
     model = gr.transform(TwoLayers(), gr.on("error:two", Observe("norm")), monitor=gr.Monitor(sample=1000))
@@ -140,6 +143,7 @@ def test_a_request_between_micro_batches_is_for_the_next_step() -> None:
     assert found == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3
 
 
+@pytest.mark.broad
 def test_all_micro_batches_of_a_step_are_measured() -> None:
     model, _, _ = train(gr.on("error:two", Observe("norm")), gr.Monitor(sample=4), parts=3)
     there = [not math.isnan(value) for value in model.monitor.history("norm@error:two")]
@@ -155,6 +159,7 @@ def test_a_change_of_the_sample_compiles_nothing() -> None:
     assert measurements(model) == ["all", "nothing"]
 
 
+@pytest.mark.broad
 def test_checks() -> None:
     """Checks that raise or skip are in every step; those that only measure are sampled."""
     policy = [
@@ -171,6 +176,7 @@ def test_checks() -> None:
     assert model.monitor.skipped == 0
 
 
+@pytest.mark.broad
 def test_names_of_records_do_not_depend_on_the_step() -> None:
     """The norm is the clip's in each step, and the second measurement keeps its name."""
     policy = gr.on("error:two", [Observe("norm", every=3), ClipByNorm(1e-3), Observe("norm", every=3)])
@@ -219,6 +225,7 @@ def test_sampled_measurements_of_parameters_keep_their_names() -> None:
         assert found == {"nonfinite", *["norm"] * (step % 2 == 0), *["norm.2"] * (step % 3 == 0)}
 
 
+@pytest.mark.broad
 def test_step_sites_and_update_ratios() -> None:
     torch.manual_seed(0)
     policy = [gr.on("step:*", [Observe("norm", "max_abs"), ClipByNorm(1e-3)]), gr.on("error:two", Observe("norm"))]
@@ -376,6 +383,7 @@ def test_step_sites_alone_compile_one_graph() -> None:
     assert [step.step for step in model.monitor.steps()] == list(range(STEPS))
 
 
+@pytest.mark.broad
 def test_discarded_micro_batches_are_no_part_of_the_next_update() -> None:
     model = gr.transform(TwoLayers(), gr.on("error:two", Observe("norm")))
     optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)

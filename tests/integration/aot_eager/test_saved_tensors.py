@@ -210,6 +210,7 @@ class Mlp(nn.Module):
         return KeepInput.apply(rest, self.form, *given) if self.form else rest(*given)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("form", ["float32", "int8"])
 def test_gelu_is_computed_again_from_what_is_restored(form: Form) -> None:
     plain, x = Mlp().double(), rows()
@@ -392,6 +393,7 @@ def test_form_that_is_not_smaller_is_refused() -> None:
         gr.transform(chain().float(), gr.on("saved:*", Store("float32"))).trace(rows(dtype=torch.float32))
 
 
+@pytest.mark.broad
 def test_form_that_is_smaller_somewhere_warns_of_the_rest() -> None:
 
     net = Lambda(lambda net, x: net.wide(net.narrow(x).double()), narrow=chain(1).float(), wide=chain(1))
@@ -532,6 +534,7 @@ def test_input_of_a_checkpoint_is_a_site_and_what_is_inside_is_not(rate: float) 
     assert differ(got, gradients(gr.transform(plain, []), x))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("rate", mostly_slow([0.5, 0.0]))
 def test_checkpoints_under_inductor(rate: float) -> None:
     """There dropout is decomposed: its random numbers depend on no value."""
@@ -553,6 +556,7 @@ class InPlace(nn.Module):
         return self.two(x).relu_()
 
 
+@pytest.mark.broad
 def test_ops_in_place() -> None:
     plain, x = InPlace().double(), rows()
     traced = trace(plain, gr.on("saved:*", Store("int8")), x)
@@ -765,6 +769,7 @@ def test_two_error_sites_with_one_gradient(action: Any, form: Any, is_weighed: b
     assert both.monitor.latest().keys() == alone.monitor.latest().keys()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("form", mostly_slow(FORMS))
 def test_stored_error_is_that_of_the_form(form: Form) -> None:
     plain, x = chain(2), rows()
@@ -788,6 +793,7 @@ def test_stored_error_is_measured_every_other_step() -> None:
     assert [h == h for h in history] == [True, False, True, False]
 
 
+@pytest.mark.broad
 def test_nothing_is_recorded_where_nothing_is_stored() -> None:
     model = gr.transform(chain(2), gr.on("saved:1", Observe("stored_error")))
     with pytest.warns(gr.RewriteWarning, match="records nothing, for no Store acts"):
@@ -796,6 +802,7 @@ def test_nothing_is_recorded_where_nothing_is_stored() -> None:
     assert_equal(got, gradients(gr.transform(copy.deepcopy(model.original), []), x), rtol=0)
 
 
+@pytest.mark.broad
 def test_loss_scale_leaves_the_forms_alone() -> None:
     plain, x = chain(2), rows()
     scale = torch.tensor(256.0)
@@ -828,6 +835,7 @@ def test_bfloat16_and_autocast(form: Form) -> None:
     assert changes(traced) > 1e-4
 
 
+@pytest.mark.broad
 def test_outputs_are_those_of_the_plain_model() -> None:
     plain, x = nn.Sequential(Mlp(), nn.LayerNorm(WIDTH), Qkv()).double(), rows()
     unchanged = gr.transform(copy.deepcopy(plain), [])(x)
@@ -876,6 +884,7 @@ class Attention(nn.Module):
         return functional.scaled_dot_product_attention(h, h, h)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("model", "pattern"),
     [
@@ -915,6 +924,7 @@ class Narrowing(nn.Module):
         return x
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("options", [{}, {"regions": "layers.*"}], ids=str)
 def test_a_form_that_acts_in_one_graph_may_be_refused_in_others(options: dict[str, Any]) -> None:
     model = gr.transform(Narrowing(), gr.on("saved:*", Store("int8")), **options)
@@ -941,6 +951,7 @@ def test_a_later_graph_may_have_rows_of_one() -> None:
     assert [len(graph.edits) for graph in model.explain().graphs] == [1, 0]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("form", [Store("float32"), Recompute()])
 def test_running_statistics_are_written_behind_the_backward(form: Any) -> None:
     """1024 channels make statistics that are large enough to be stored."""

@@ -121,6 +121,7 @@ def test_thresholds_in_the_backward_without_loss_scale_are_told(action: Any, fus
     train(model, optimizer, inputs()[:3], scaler, False)  # once
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("policy", ["known", "step", "observed"])
 def test_nothing_is_told_where_thresholds_are_in_their_units(policy: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)

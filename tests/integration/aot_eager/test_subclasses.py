@@ -91,6 +91,7 @@ def test_actions_at_such_values_are_warned_of(x: Tensor) -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("action", [Recompute(), Store("float32")], ids=str)
 def test_saved_tensors_behind_such_weights_have_other_forms(
     x: Tensor, action: Any, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +104,7 @@ def test_saved_tensors_behind_such_weights_have_other_forms(
     assert any(isinstance(edit.action, type(action)) for edit in rewritten.explain().graphs[0].edits)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("given", [False, True], ids=["made inside", "given"])
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.inductor)], ids=["aot_eager", "inductor"]

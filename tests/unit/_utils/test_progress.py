@@ -26,6 +26,7 @@ def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.pure
 def test_stages_of_a_long_block(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = as_terminal(monkeypatch)

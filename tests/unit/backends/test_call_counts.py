@@ -106,6 +106,7 @@ def test_sites_and_states_of_calls_behind_a_break_are_their_own() -> None:
     }
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("call", [1, 2])
 def test_one_frame_for_several_calls_refuses_a_number(call: int) -> None:
     loop = Loop()
@@ -118,6 +119,7 @@ def test_one_frame_for_several_calls_refuses_a_number(call: int) -> None:
     assert all(torch.equal(t, before[name]) for name, t in loop.state_dict().items())
 
 
+@pytest.mark.broad
 def test_one_frame_for_several_calls_takes_rules_without_a_number() -> None:
     plain = Loop()
     parts = copy.deepcopy(plain)

@@ -690,6 +690,7 @@ def test_the_guard_and_rules_follow_the_modules(x: Tensor) -> None:
     assert any(name.startswith("blocks.3.") for name in moved)
 
 
+@pytest.mark.broad
 def test_a_pattern_without_a_module_is_said_at_the_next_call(x: Tensor) -> None:
     model = gr.transform(made(), gr.on("gradient:blocks.0.*", Scale(0.5)), regions=["blocks.3", "blocks.0"])
     trained(model, x, 1)

@@ -64,6 +64,7 @@ def test_healthy_run_has_no_findings(seed: int, number: int) -> None:
     assert found == []
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("seed", range(5))
 def test_long_walk_has_no_findings(seed: int) -> None:
     assert diagnose(healthy(600, seed, drift=0.1)) == ()

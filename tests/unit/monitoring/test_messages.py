@@ -30,6 +30,7 @@ def backward(model: nn.Module, rows: int = 1) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.broad
 def test_value_goes_to_the_last_backward() -> None:
     model = watched()
     backward(model)

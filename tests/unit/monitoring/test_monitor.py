@@ -45,6 +45,7 @@ def test_history_is_one_float_a_row() -> None:
         model.monitor.history("max_abs@error:g")
 
 
+@pytest.mark.broad
 def test_history_is_nan_where_a_row_lacks_the_record() -> None:
     monitor = gr.Monitor()
     one, other = watched(monitor), gr.transform(Probe(), gr.on("error:h", Observe("norm")), monitor=monitor)

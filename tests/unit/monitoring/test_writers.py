@@ -43,6 +43,7 @@ def trained(policy: gr.Policy, path: Path) -> list[gr.Step]:
     return model.monitor.steps()
 
 
+@pytest.mark.broad
 def test_a_file_has_the_clips_of_the_graphs(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     actions = [ClipByNorm(0.1), Observe("norm"), ClipByNorm(9.0, log=True)]

@@ -85,6 +85,7 @@ def test_one_bad_micro_batch_spoils_the_step(fused: bool, bad: int) -> None:
     assert model.monitor.skipped == 1
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_gradients_that_are_thrown_away_spoil_nothing(fused: bool, set_to_none: bool) -> None:

@@ -67,6 +67,7 @@ def observed(records: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in records.items() if k.partition("@")[2].startswith(kinds) and not k.startswith("mean@")}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", mostly_slow(USUAL, 3))
 def test_figures_are_those_of_plain_torch(name: str) -> None:
     model = rewritten([PARAMS, STATES])

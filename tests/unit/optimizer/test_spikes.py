@@ -116,6 +116,7 @@ def test_nothing_is_skipped_before_half_of_the_window_is_filled(window: int) -> 
     assert [limit < INF for limit in run.figures("spike_limit")] == [False] * (half + 1) + [True]
 
 
+@pytest.mark.broad
 def test_equal_figures_have_their_value_as_the_limit() -> None:
     run = Run(SkipSpikes(1.0, window=128))
     assert not any(run.step(0.1) for _ in range(200))
@@ -383,6 +384,7 @@ def test_the_error_is_that_of_the_last_skip() -> None:
         run.step(NAN)
 
 
+@pytest.mark.broad
 def test_every_hundredth_skip_says_why(caplog: pytest.LogCaptureFixture) -> None:
     run = Run([SkipSpikes(3.0, window=4), CheckFinite("skip")], max_consecutive_skips=1000)
     with caplog.at_level(logging.WARNING, "gradrewrite"):

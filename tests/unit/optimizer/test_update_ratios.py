@@ -79,6 +79,7 @@ def test_equals_an_eager_optimizer(name: str) -> None:
         assert want["scale"] > 0
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", mostly_slow(NAMES, 2))
 def test_skipped_step_is_zero_and_leaves_no_trace(name: str) -> None:
     plain = gr.transform(Net(), POLICY)

@@ -106,6 +106,7 @@ def test_steps_are_those_of_a_guarded_optimizer(site: str) -> None:
     assert [math.isinf(bound) for bound in bounds] == [not now for now in acted]
 
 
+@pytest.mark.broad
 def test_steps_go_on_after_a_resume() -> None:
     def acted(state: Any, steps: int) -> tuple[list[bool], Any]:
         model = gr.transform(net(), gr.on("gradient:*", Every(3, ClipByNorm(1e-3))))
@@ -185,6 +186,7 @@ def test_live_bounds_and_schedules_by_site() -> None:
     assert model.monitor.history("bound@gradient:2.weight") == [1.0, 2.0]
 
 
+@pytest.mark.broad
 def test_values_that_a_function_of_the_site_reads_are_followed() -> None:
     bounds = {"now": 0.5}
     model = gr.transform(net(), gr.on("gradient:0.weight", ClipByNorm(lambda _: bounds["now"])))

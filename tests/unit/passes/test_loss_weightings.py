@@ -135,6 +135,7 @@ def trained(steps: int, state: Any = None) -> tuple[list[list[float]], Any]:
     return [list(step) for step in zip(*histories, strict=True)], gr.state_dict(model)
 
 
+@pytest.mark.broad
 def test_the_order_follows_from_seed_and_backward_and_is_saved() -> None:
     counts = range(6)
     wanted = [loss_weights.OP_PCGRAD(GRAMIAN, torch.tensor(count), 4).tolist() for count in counts]

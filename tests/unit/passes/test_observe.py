@@ -77,6 +77,7 @@ def test_norm_does_not_overflow() -> None:
     assert measuring.measure(torch.full((4,), 3e4, dtype=torch.float16), ["norm"], is_opaque=False).item() == 6e4
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", ["error", "activation"])
 @pytest.mark.parametrize("name", mostly_slow(["plain", "nan", "infinite", "one", "empty"], 2))
 def test_records_of_observe(kind: str, name: str) -> None:

@@ -83,6 +83,7 @@ def test_a_bound_is_numbered_like_the_norm_that_it_bounds() -> None:
     assert model.monitor.latest() == pytest.approx(latest)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("bounds", [(0.5, torch.tensor(0.25)), (torch.tensor(0.5), 0.25)])
 def test_bounds_that_are_numbers_and_bounds_that_are_tensors_are_told_apart(bounds: tuple[Any, Any]) -> None:
     model = gr.transform(Probe(2), gr.on("error:h", [Observe("max_abs"), *(ClipByNorm(bound) for bound in bounds)]))

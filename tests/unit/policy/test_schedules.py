@@ -42,6 +42,7 @@ def test_values() -> None:
     assert gr.Schedule(lambda step: step**2).at(3) == 9.0
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -121,6 +122,7 @@ def test_the_function_runs_once_a_step() -> None:
     assert asked.count(1) == asked.count(2) == 1
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("ignore:bound@gradient.weight was 0 or negative:gradrewrite.RewriteWarning")
 @pytest.mark.parametrize(
     ("fn", "text"),

@@ -216,6 +216,7 @@ def test_inside_a_checkpoint() -> None:
     assert (err.op, str(err.site)) == ("root/sqrt", "error:root/mul")
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("ignore::gradrewrite.RewriteWarning")
 def test_behind_a_graph_break() -> None:
     class Net(nn.Module):
@@ -277,6 +278,7 @@ def test_action_that_makes_it() -> None:
     assert str(err.site) == "gradient:fc.weight"
 
 
+@pytest.mark.broad
 def test_check_sees_what_stands_before_it() -> None:
     hidden = gr.transform(Root(), gr.on("error:fc", [NanToNum(), CheckFinite()]))
     hidden(torch.zeros(2, 3)).backward()
@@ -289,6 +291,7 @@ def test_check_sees_what_stands_before_it() -> None:
     clipped(x).backward()  # an infinity becomes the bound
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("error")
 def test_locate_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Dropout(0.5))

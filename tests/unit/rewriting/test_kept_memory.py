@@ -27,6 +27,7 @@ def memory(policy: Any, model: nn.Module | None = None) -> gr.Memory:
     return gr.transform(mlp() if model is None else model, policy).memory(X)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("policy", "kept", "action"),
     [

@@ -74,6 +74,7 @@ def measured(model: gr.RewrittenModule, graph_view: _graph_view.GraphView) -> di
     return {one.metric: one for one in _metric_colors.site_metrics(last_run(model.monitor.steps()), graph_view)}
 
 
+@pytest.mark.broad
 def test_clip_strengths_are_those_of_the_clips() -> None:
     policy = [gr.on("error:second", ClipByValue(1e-2, log=True)), gr.on("gradient:*", ClipByGlobalNorm(1.0))]
     model, graph_view = trained(policy, [1e-4, 1e-4, 1e3, 1e-4])
@@ -193,6 +194,7 @@ def test_a_small_difference_is_no_other_color() -> None:
     assert largest.color(0.5) == largest.color(1.0) != largest.color(3.0) != largest.color(9.0) == largest.color(50.0)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("view", mostly_slow(["ladder", "overview"]))
 def test_every_view_has_colors_and_a_legend(view: str) -> None:
     model, _ = trained(gr.on("error:second", ClipByValue(1e-2, log=True)), [1e3, 1e-9])

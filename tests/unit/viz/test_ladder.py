@@ -67,6 +67,7 @@ def test_every_node_is_drawn_once_and_every_edit_is_one_box(make: Make) -> None:
         assert all(title.startswith(f"{name}: ") for name, title in zip(inside, titles, strict=True))
 
 
+@pytest.mark.broad
 def test_titles_name_the_node_the_op_the_shape_and_the_line() -> None:
     svg = svg_of(three_layers())
     nodes = [e for e in svg.iter(f"{SVG}g") if e.get("data-node")]
@@ -154,6 +155,7 @@ def test_lines_begin_and_end_at_their_boxes() -> None:
             assert box.y <= y <= box.y + box.height
 
 
+@pytest.mark.broad
 def test_an_edit_without_nodes_does_not_break_its_band() -> None:
     ladder = ladder_of(live_thresholds())
     (band,) = [band for band in ladder.bands if band.name == "inner"]
@@ -206,6 +208,7 @@ def test_dot_has_every_edit_with_its_nodes_and_graphviz_draws_it(view: str) -> N
         assert sum(e.get("class", "").startswith("node node") for e in found.iter()) == len(drawing._scene().boxes)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "text", ['a"b', "<b>", "a\\nb", "x|y{z}", "a\x07b", "\u5c64", "</td>", "p" * 300, "&amp;", "a:b"]
 )
