@@ -82,7 +82,7 @@ class Placed(Generic[_Placed]):
 
     @property
     def site(self) -> Site:
-        """The site, where it is owned by one."""
+        """The site, of a report at a single one."""
         assert isinstance(self.owner, Site)
         return self.owner
 
@@ -104,7 +104,10 @@ class Placed(Generic[_Placed]):
 
     @property
     def shown(self) -> tuple[RecordKey, ...]:
-        """The keys of a step: a factor stands behind its norm, and in the place of the norms around a clip."""
+        """The keys of a step, with the factor of a clip.
+
+        It stands behind the norm of the clip, or in the place of the norms before and after.
+        """
         if self.factor is None:
             return self.keys
         if isinstance(self.report, ValueClip):
@@ -115,7 +118,7 @@ class Placed(Generic[_Placed]):
         return tuple(shown for key in self.keys for shown in hidden.get(key, (key,)))
 
     def map(self: Placed[PlacedReport], owner: Owner, key: Callable[[RecordKey], RecordKey]) -> Placed[PlacedReport]:
-        """Return it with another owner and other keys."""
+        """Return the report with another owner and other keys."""
         report = self.report if isinstance(self.report, Kept) else self.report.map(lambda _, leaf: key(leaf))
         factor = None if self.factor is None else key(self.factor)
         bounds = tuple((key(old), bound) for old, bound in self.bounds)
@@ -138,7 +141,10 @@ class Pack:
 
 @dataclass(frozen=True)
 class BackwardOutputs:
-    """The auxiliary outputs of a rewritten backward graph: packs, kept tensors, new values of states."""
+    """The auxiliary outputs of a rewritten backward graph.
+
+    They are packs, kept tensors, and new values of states, in this order.
+    """
 
     packs: tuple[Pack, ...] = ()
     placed: tuple[Placed[PlacedReport], ...] = ()  # in the order of the sites
@@ -155,7 +161,7 @@ class BackwardOutputs:
 
     @cached_property
     def checks(self) -> tuple[PlacedCheck, ...]:
-        """The finite checks, in the order of execution: forward first, then backward."""
+        """The finite checks, in the order of execution."""
         found = [p for p in self.placed if isinstance(p.report, Check)]
         checks = cast(list[PlacedCheck], found)
         return tuple(sorted(checks, key=lambda check: 0 if check.seen is None else check.seen.order))
@@ -171,7 +177,7 @@ class BackwardOutputs:
 
     @cached_property
     def kept(self) -> tuple[tuple[str, Site, int | None], ...]:
-        """Kinds (``Keep.what``), sites and intervals of kept tensors."""
+        """Kinds, sites and intervals of kept tensors; kinds as in ``Keep``."""
         kept = ((p.report.what, p.site, p.every) for p in self.placed if isinstance(p.report, Kept))
         return tuple((what, replace(site, name=f"{site.name}{self.label}"), every) for what, site, every in kept)
 
@@ -198,7 +204,7 @@ class BackwardOutputs:
 
     @cached_property
     def counts(self) -> frozenset[RecordKey]:
-        """Counts of elements: they add up over several graphs of one backward."""
+        """Counts of elements, summed over the graphs of a backward."""
         return frozenset(key for p in self.placed for name, key in p.named if name in COUNTS)
 
     @cached_property
@@ -208,7 +214,7 @@ class BackwardOutputs:
 
     @cached_property
     def checked(self) -> Mapping[OnFailure, tuple[tuple[int, ...], ...]]:
-        """The positions of the counts in each packed tensor, for each consequence of a failed check."""
+        """The positions of counts in each pack, by consequence."""
         modes: dict[OnFailure, set[RecordKey]] = {}
         for check in self.checks:
             modes.setdefault(check.report.on_failure, set()).add(check.report.count)
@@ -231,13 +237,16 @@ class BackwardOutputs:
         return [(what, site) if is_due(every or 1) else None for what, site, every in self.kept]
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """Split the tensors of a backward: packs, kept tensors, new values of states."""
+        """Split the tensors: packs, kept tensors, new states."""
         packs, kept = len(self.packs), len(self.packs) + len(self.kept)
         return tensors[:packs], tensors[packs:kept], tensors[kept:]
 
 
 def in_order(placed: Iterable[Placed[PlacedReport]], keys: Iterable[RecordKey]) -> tuple[Placed[PlacedReport], ...]:
-    """Return reports in the order of their first records; those without records come last."""
+    """Return reports in the order of their first records.
+
+    Reports without records come last.
+    """
     position = {key: number for number, key in enumerate(keys)}
     return tuple(sorted(placed, key=lambda p: min((position[key] for key in p.keys), default=len(position))))
 

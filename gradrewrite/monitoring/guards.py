@@ -53,7 +53,10 @@ class Guards:
     """The guards at one recorder with their seats, in order."""
 
     def __init__(self, lock: threading.RLock, num_steps: Callable[[], int]) -> None:
-        """Begin without guards; ``lock`` is held while they change, ``num_steps`` tells the steps so far."""
+        """Begin without guards.
+
+        ``lock`` is held while they change; ``num_steps`` returns the number of steps so far.
+        """
         self._lock, self._num_steps = lock, num_steps
         self._guards: list[_SkipGuard] = []
         self._seats: dict[int, Seat] = {}  # by identity of the guard
@@ -77,7 +80,7 @@ class Guards:
 
     @property
     def num_skipped(self) -> list[Tensor]:
-        """Numbers of skipped updates on their devices, one a guard that has counted."""
+        """Numbers of skipped updates, one a guard, on their devices."""
         return [*self._left, *(count for guard in self._guards if (count := guard.num_skipped) is not None)]
 
     def is_cleared(self) -> bool:

@@ -1,4 +1,4 @@
-"""Links of a training run: its models, its ranks, and the step that is kept for a replay."""
+"""Links of a training run to its models, ranks and kept step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradrewrite.sites import Site
 
 
 class RunLinks:
-    """The models, ranks and kept step of one training run; who sets a part notes it here."""
+    """The models, ranks and kept step of one training run."""
 
     def __init__(self) -> None:
         # Group of the data parallelism that the model was last called in, or that averages its gradients.
@@ -36,7 +36,10 @@ class RunLinks:
         self._ids: Any = None  # names of the examples of the next forward
 
     def note_lone_skip(self, site: Site | None) -> None:
-        """Take note of a check that skips and may fail on one rank alone; None: no graph in use has one."""
+        """Take note of a skipping check on one rank alone.
+
+        None: no graph in use has such a check.
+        """
         self.lone_skip = None if site is None else self.lone_skip or site
 
     def note_process_group(self, group: distributed.ProcessGroup) -> None:

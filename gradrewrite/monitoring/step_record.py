@@ -171,17 +171,17 @@ class StepRecord:
             part.fetch()
 
     def read(self) -> None:
-        """Wait for the copy, for somebody who reads the records."""
+        """Wait for the copy, for a reader of the records."""
         self.fetch()
         self.was_read = True
 
     def start_reading(self) -> None:
-        """Start the copy, for somebody who reads the records when they are here."""
+        """Start the copy, for a later reader of the records."""
         self.start_copy()
         self.was_read = True
 
     def note_culprits(self, text: str) -> None:
-        """Take the names of those who made its update skip, in words."""
+        """Take the culprits of its skipped update, in words."""
         self.culprits = text
 
     def take_zero_bound(self) -> RecordKey | None:

@@ -61,9 +61,9 @@ class Target:
         return {} if isinstance(state, Monitor) else state.session.names.known_parameters()
 
     def ask(self, number: int, site: Site, tensor: Tensor, call: int = 0) -> tuple[Answered, ...]:
-        """Return the policy's answers at the site of a tensor; ``number`` is that of the target.
+        """Return the policy's answers at the site of a tensor.
 
-        ``call`` numbers the site in errors, where several models have one of the name.
+        ``number`` is that of the target; ``call`` numbers the site in errors, for several models with one of the name.
 
         PolicyError for an answer that is not allowed, UnsupportedGradientError for an action at a sparse tensor.
         """

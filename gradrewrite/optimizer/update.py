@@ -28,7 +28,7 @@ from gradrewrite.policy.state_store import StateStore
 
 
 class GuardedUpdate:
-    """The updates of one optimizer: prepared, made unless they are skipped, and finished."""
+    """The updates of one optimizer: prepared, made or skipped, finished."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class GuardedUpdate:
             self._restore_buffers(_worst(*((~g.isfinite().all()).float() for g in plain)))
 
     def _warn_of_scaler(self) -> None:
-        """Warn once of thresholds in units of the gradient where a GradScaler scales the loss unknown to the policy."""
+        """Warn once of bounds on gradients under an unknown GradScaler."""
         for target in self._targets:
             session = target.session
             if session is None or session.config.loss_scale is not None or SCALED in session.warnings:

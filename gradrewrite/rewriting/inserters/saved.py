@@ -123,7 +123,7 @@ class SavedInsertion:
 
     @property
     def notes(self) -> list[str]:
-        """Warnings of rules that measure forms where none acts."""
+        """Warnings of rules with measurements but no acting form."""
         idle = [found for rule, found in self._unmeasured.items() if rule not in self._measuring]
         text = "{}: {} records nothing, for no Store acts at a site that it matches"
         return [text.format(site, describe(action)) for site, action in idle]
