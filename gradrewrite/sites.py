@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -77,6 +77,7 @@ class Site:
         source: ``file:line "code"`` of the forward op; ``""`` where there is none.
         may_be_infinite: Whether the program itself fills the value with infinities (a mask before a softmax).
         addresses: Every ``(name, call)`` that a pattern may match; empty means name and call.
+        iteration: Which iteration of a loop, from 0, in the order of execution; None outside of loops.
     """
 
     kind: Kind
@@ -92,6 +93,14 @@ class Site:
     may_be_infinite: bool = field(default=False, repr=False)
     addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     nbytes: int | None = None
+    iteration: int | None = None
+
+    def at_iteration(self, number: int) -> Site:
+        """Return the site of the same value in another iteration of its loop."""
+        assert self.iteration is not None
+        moved = number - self.iteration
+        addresses = tuple((name, call + moved) for name, call in self.addresses)
+        return replace(self, call=self.call + moved, iteration=number, addresses=addresses)
 
     @property
     def traits(self) -> KindTraits:

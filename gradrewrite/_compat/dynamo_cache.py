@@ -186,6 +186,7 @@ class _Frames:
         patch = dynamo_config.patch(
             recompile_limit=dynamo_config.recompile_limit * times + more,
             accumulated_recompile_limit=dynamo_config.accumulated_recompile_limit * times + more,
+            allow_rnn=True,  # a recurrent layer is traced as one operator
             ignore_logging_functions=dynamo_config.ignore_logging_functions | once,
         )
         return cast(contextlib.AbstractContextManager[None], patch)

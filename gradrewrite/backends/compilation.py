@@ -32,18 +32,22 @@ from gradrewrite.backends.tracing_errors import in_place_named
 from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, RewriteError, TraceError
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
-from gradrewrite.instrumentation.probes import erase_notes, insert_probes, tracing
+from gradrewrite.instrumentation.naming import number_loops
+from gradrewrite.instrumentation.probes import calls_around, erase_notes, insert_probes, region_call, tracing
+from gradrewrite.instrumentation.recurrent import find_recurrent
 from gradrewrite.ir import editing, encoded_nodes, partitioning
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.values import Value
-from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.comparison import rewrite_and_compare
 from gradrewrite.rewriting.function_values import FunctionValues
+from gradrewrite.rewriting.inserters.loops import is_acting, sites_in
 from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.rewriting.joint import rewrite_joint_graph
 from gradrewrite.rewriting.result import RewriteResult
@@ -81,7 +85,7 @@ def compile_graph(
     try:
         with marking(session, gm, inputs, engine, measured) as compilation:
             key = _cache_key(compilation, gm, inputs)
-            compilation.asked = {} if key is None else key.answers
+            compilation.asked |= {} if key is None else key.answers
             if key is not None and key.hash is not None:
                 compilation.store = _StoredCompilation(key, compilation)
             with in_place_named():
@@ -133,6 +137,7 @@ def marking(
             measured=measured,
             calls_before={} if is_whole or region is not None else dict(session.calls.counts),
         )
+        compilation.roll(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
         name = "" if region is None else region.name
@@ -166,7 +171,8 @@ class GraphCompilation:
     layouts: InputLayouts = field(default_factory=InputLayouts)  # of DTensors, and of their gradients
     result: RewriteResult | None = None  # None before the rewrite, and for a graph without gradients
     forwards: PendingForwards | None = None  # None where nothing is checked
-    asked: Mapping[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
+    asked: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
+    loops: tuple[Loop, ...] = ()  # in the order of the forward
     calls_before: Mapping[str, int] = field(default_factory=dict)  # in other graphs of the forward, by name
     part: PartOfForward | None = None  # None for a graph of a whole call of the model, or of a region
     written: Collection[str] = ()  # names of the inputs of the joint graph that are buffers and are written
@@ -201,8 +207,23 @@ class GraphCompilation:
             self.outputs,
             self.layouts,
             self.calls_before,
+            self.loops,
+            self.engine.name,
         )
         return MarkedJointGraph(*given)
+
+    def roll(self, gm: fx.GraphModule) -> None:
+        """Ask the policy inside recurrent layers, and let loops compute those in which it acts."""
+        region, session = self.region, self.session
+        around = region_call("" if region is None else region.name)
+        recurrent = find_recurrent(gm, lambda node: calls_around(node, session.names, around))
+        self.loops = tuple(loop for one in recurrent for loop in one.loops)
+        number_loops(self.loops, 0 if region is None else region.number, self.calls_before)
+        for one in recurrent:
+            answers = {site: ask_in_order(session.config.policy, site) for loop in one.loops for site in sites_in(loop)}
+            self.asked |= answers
+            if any(is_acting(own, self.measured) for own in answers.values()):
+                one.roll()
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""
@@ -222,6 +243,8 @@ class GraphCompilation:
             )
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         self.result = result
+        for code in result.loops:
+            code.compile = self.engine.compile_body
         logger.info("rewriting: %d edits, %d nodes; compiling (%s)", len(result.edits), num_nodes, self.engine.name)
         self.written = self._written_buffers(graph)
         self.live = self._live_tensors(result)

@@ -48,6 +48,9 @@ class Engine(Protocol):
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile a graph of ATen nodes without gradients; it may write to its inputs."""
 
+    def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """Compile the body of a loop, for arguments like these; it may write to them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inductor:
@@ -80,6 +83,10 @@ class Inductor:
         """See ``Engine``; the gradients of a step are not at fixed addresses, so no CUDA graph is made."""
         return inductor.compile_step(gm, inputs, self.settings)
 
+    def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """See ``Engine``."""
+        return inductor.compile_step(gm, inputs, self.settings)
+
 
 @dataclass(frozen=True, slots=True)
 class AotEager:
@@ -107,5 +114,9 @@ class AotEager:
         return aot_autograd.compile_rewritten(gm, inputs, hooks)
 
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
+        """See ``Engine``; the graph runs unchanged."""
+        return gm
+
+    def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``; the graph runs unchanged."""
         return gm

@@ -96,6 +96,7 @@ class RewrittenBackward:
         number = len(results) - self.num_outputs
         results, auxiliary = results[:number], results[number:]
         packs, kept, states = outputs.split(auxiliary)
+        outputs, kept = outputs.unrolled(packs, kept)
         if self.copies_packs:  # a CUDA graph overwrites all of it
             tensors = [t.clone() for t in (*packs, *kept)]
         else:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+from gradrewrite._compat import fake_tensors
+from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.values import ModuleCall, Value, shape_of
 from gradrewrite.sites import Kind, Site
 
@@ -31,9 +33,19 @@ def name_values(
             first.has_error |= value.has_error
             first.taps += value.taps
             first.identities += value.identities
-    named = {n: value for n, value in enumerate(values) if value.same_as is None and not value.is_unused_selection}
+    named = {n: value for n, value in enumerate(values) if value.same_as is None and not (value.is_unused_selection or value.loop)}
     names = _Namer(list(named.values()), calls_before, counts)
     return {n: partial(names.site, value) for n, value in named.items()}
+
+
+def number_loops(loops: Sequence[Loop], calls_before: int, counts: Mapping[str, int]) -> None:
+    """Number the iterations of loops, in their order; see ``name_values``."""
+    iterations: Counter[str] = Counter()
+    for loop in loops:
+        loop.first_call = iterations[loop.name]
+        iterations[loop.name] += fake_tensors.hint_of(loop.length)
+    for loop in loops:
+        loop.first_call += calls_before * iterations[loop.name] + counts.get(f"{loop.name}/h", 0)
 
 
 class _Namer:

@@ -28,6 +28,7 @@ from gradrewrite.instrumentation.dynamo_nodes import (
     returns_its_input,
 )
 from gradrewrite.instrumentation.module_names import ModuleNames
+from gradrewrite.instrumentation.recurrent import loops_in
 from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir import markers
 from gradrewrite.ir.mask_infinities import propagates_infinity
@@ -245,7 +246,7 @@ class _Reader:
         self.names = names
         self._returned = returned  # identities of fake tensors
         self.returns: dict[ModuleCall, list[Value]] = {}  # of calls that are known to have returned
-        self._region: tuple[ModuleCall, ...] = ((region, f"region {region}", region),) if region else ()
+        self._region = region_call(region)
         self._infinite = set(infinite)
         self.values: list[Value] = []
         self._parts: set[fx.Node] = set()
@@ -268,6 +269,7 @@ class _Reader:
             return
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_checkpoint(node.args[0]):
             return  # the same tensor as the body's output, which has its probe
+        self._enter_loops(node)
         if node.target in (tap, tap_module):
             self._tap(node, outer)
             return
@@ -306,6 +308,14 @@ class _Reader:
         self._infinite |= {p for p, a in inside.items() if a in self._infinite}
         self.read(body, inside, is_body=True)
         body.recompile()
+
+    def _enter_loops(self, node: fx.Node) -> None:
+        """Insert probes into the bodies of loops."""
+        for loop in loops_in(node):
+            for name, value in loop.values.items():
+                loop.numbers[name] = len(self.values)
+                self._add(value, loop.nodes[name], after=loop.nodes[name])
+            loop.body.recompile()
 
     def _tap(self, node: fx.Node, outer: _Outer) -> None:
         given = dict(zip(("x", "name"), node.args, strict=False)) | node.kwargs
@@ -373,8 +383,20 @@ class _Reader:
         return [self._current[fake] for fake in used]
 
     def _calls(self, node: fx.Node) -> tuple[ModuleCall, ...]:
-        stack = node.meta.get("nn_module_stack", {})
-        entries = ((key, path) for key, (path, _) in stack.items() if not self.names.is_function(key, path))
-        calls = tuple((self.names.module(key, path), key, path) for key, path in entries)
-        is_seen = not self._region or (calls and calls[0][0] == self._region[0][0])
-        return calls if is_seen else (*self._region, *calls)
+        return calls_around(node, self.names, self._region)
+
+
+def region_call(region: str) -> tuple[ModuleCall, ...]:
+    """Return the call of a region, whose forward a graph is; none for ``""``."""
+    return ((region, f"region {region}", region),) if region else ()
+
+
+def calls_around(
+    node: fx.Node, names: ModuleNames, region: tuple[ModuleCall, ...] = ()
+) -> tuple[ModuleCall, ...]:
+    """Return the module calls around a node of a Dynamo graph, outermost first."""
+    stack = node.meta.get("nn_module_stack", {})
+    entries = ((key, path) for key, (path, _) in stack.items() if not names.is_function(key, path))
+    calls = tuple((names.module(key, path), key, path) for key, path in entries)
+    is_seen = not region or (calls and calls[0][0] == region[0][0])
+    return calls if is_seen else (*region, *calls)

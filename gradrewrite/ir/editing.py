@@ -42,6 +42,50 @@ def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
     return node
 
 
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node the name of one that was erased."""
+    node._rename(name)
+
+
+def rename_inputs(placeholders: Sequence[fx.Node], prefix: str) -> None:
+    """Name inputs ``prefix_0``, ``prefix_1``, ..., as AOTAutograd's partitioners know them."""
+    for number, node in enumerate(placeholders):
+        node.target = f"{prefix}_{number}"
+        node._rename(node.target)
+
+
+def input_behind(placeholder: fx.Node, name: str, value: Tensor) -> fx.Node:
+    """Add an input behind another."""
+    with placeholder.graph.inserting_after(placeholder):
+        node = placeholder.graph.placeholder(name)
+    node.meta = {"val": value}
+    return node
+
+
+def move_inputs(graph: fx.Graph, count: int, behind: int) -> None:
+    """Move the last ``count`` inputs before the ``behind`` ones that stand before them."""
+    placeholders = graph.find_nodes(op="placeholder")
+    first = placeholders[len(placeholders) - count - behind]
+    for node in placeholders[len(placeholders) - count :]:
+        first.prepend(node)
+
+
+def input_instead(node: fx.Node, name: str, after: fx.Node) -> fx.Node:
+    """Put a new input behind another in the place of a node; the node stays, without readers."""
+    placeholder = input_behind(after, name, node.meta["val"])
+    node.replace_all_uses_with(placeholder)
+    return placeholder
+
+
+def size_instead(node: fx.Node, tensor: fx.Node, dim: int) -> None:
+    """Read a symbolic size off an input, in the place of another input."""
+    with node.graph.inserting_before(next(n for n in node.graph.nodes if n.op != "placeholder")):
+        size = node.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+    size.meta = dict(node.meta)
+    node.replace_all_uses_with(size)
+    erase(node)
+
+
 def erase_markers(graph: fx.Graph) -> None:
     """Erase all markers; the graph is then equal to one without probes."""
     # In this order, so that a chain of markers hands each user on once.
@@ -231,6 +275,21 @@ def write_back(graph: fx.Graph, count: int) -> None:
             if old is not new:
                 graph.call_function(aten.copy_.default, (old, new))
     output.args = (tuple(others),)
+
+
+def write_to_inputs(graph: fx.Graph, results: Sequence[int], rest: int) -> None:
+    """Write outputs into new last inputs: those at the positions ``results``, then all from position ``rest`` on.
+
+    The others are returned.
+    """
+    output, copy_ = graph.output_node(), torch.ops.aten.copy_.default
+    outputs = outputs_of(output)
+    moved = [*results, *range(rest, len(outputs))]
+    for n in moved:
+        slot = add_input(graph, "slot", outputs[n].meta["val"])
+        with graph.inserting_before(output):
+            graph.call_function(copy_, (slot, outputs[n]))
+    output.args = (tuple(one for n, one in enumerate(outputs) if n not in moved),)
 
 
 def hold(graph: fx.Graph, nodes: Sequence[fx.Node], of_forward: Collection[fx.Node] = ()) -> fx.Node:

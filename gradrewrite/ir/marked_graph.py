@@ -9,6 +9,7 @@ from torch import fx
 
 from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.ir.inputs import GraphInput
+from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.values import Value
 
 
@@ -27,3 +28,5 @@ class MarkedJointGraph:
     # of these inputs and of their gradients, where they are DTensors
     layouts: InputLayouts = field(default_factory=InputLayouts)
     counts: Mapping[str, int] = field(default_factory=dict)  # calls in other graphs before it, by module and op
+    loops: Sequence[Loop] = ()  # in the order of the forward; of a loop that is no operator of the graph just the sites
+    engine: str = ""  # that runs the bodies of loops

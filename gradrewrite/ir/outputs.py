@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,6 +68,18 @@ class MeasuredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Iterations:
+    """The iterations of a loop in which an action acts: first and last one (None: of any length) of each span."""
+
+    loop: str  # key of its loop
+    spans: tuple[tuple[int, int | None], ...]
+
+    def of(self, length: int) -> list[int]:
+        """Return them, for a number of iterations."""
+        return [n for first, last in self.spans for n in range(first, length if last is None else min(last + 1, length))]
+
+
+@dataclass(frozen=True, slots=True)
 class Placed(Generic[_Placed]):
     """A report with its place among the outputs."""
 
@@ -79,6 +92,7 @@ class Placed(Generic[_Placed]):
     bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()  # those that the host has; see ``BackwardOutputs.bounds``
     tensor: MeasuredTensor | None = None
     seen: Anchor | None = None  # of a check: the node that it looks at
+    iterations: Iterations | None = None  # in which it reports; the site and the keys are those of the first one
 
     @property
     def site(self) -> Site:
@@ -124,6 +138,13 @@ class Placed(Generic[_Placed]):
         bounds = tuple((key(old), bound) for old, bound in self.bounds)
         return replace(self, report=report, owner=owner, factor=factor, bounds=bounds)
 
+    def at_iteration(self: Placed[PlacedReport], number: int, label: str) -> Placed[PlacedReport]:
+        """Return the report of one iteration."""
+        site = self.site.at_iteration(number)
+        before, after = with_label(str(self.site), label), with_label(str(site), label)
+        placed = self.map(site, lambda key: replace(key, site=after) if key.site == before else key)
+        return replace(placed, iterations=None)
+
 
 PlacedCheck: TypeAlias = Placed[Check[RecordKey]]
 
@@ -137,6 +158,10 @@ class Pack:
     # Whether it has one element more, behind the records: 1 if one of these counts is not 0, else 0. Elsewhere the
     # counts are looked at where somebody wants to know.
     has_verdict: bool = False
+    # Key of the loop in each of whose iterations the records are taken, in their order; the keys are then those of the
+    # first iteration, and the packed tensor has all iterations of the first record, then of the second.
+    loop: str = ""
+    positions: tuple[int, ...] | None = None  # of the elements that are records; None if the first ones are
 
 
 @dataclass(frozen=True)
@@ -219,13 +244,51 @@ class BackwardOutputs:
         for check in self.checks:
             modes.setdefault(check.report.on_failure, set()).add(check.report.count)
         return {
-            mode: tuple(tuple(n for n, key in enumerate(pack.keys) if key in keys) for pack in self.packs)
+            mode: tuple(
+                tuple(n for n, key in zip(pack.positions or itertools.count(), pack.keys) if key in keys)
+                for pack in self.packs
+            )
             for mode, keys in modes.items()
         }
 
     @cached_property
     def _sampled(self) -> tuple[tuple[int, tuple[RecordKey, ...]], ...]:
         return tuple((p.every, p.keys) for p in self.placed if p.every is not None and p.keys)
+
+    @cached_property
+    def _known_lengths(self) -> dict[tuple[tuple[str, int], ...], tuple[BackwardOutputs, list[tuple[int, int | None]]]]:
+        return {}
+
+    def unrolled(self, packs: Sequence[Tensor], kept: Sequence[Tensor]) -> tuple[BackwardOutputs, Sequence[Tensor]]:
+        """Return the outputs and kept tensors with a report for each iteration of loops.
+
+        The lengths of loops are those of the tensors.
+        """
+        of_kept = [p.iterations for p in self.placed if isinstance(p.report, Kept)]
+        sizes = [(own.loop, len(t) // len(own.keys)) for own, t in zip(self.packs, packs, strict=True) if own.loop]
+        sizes += [(own.loop, len(t)) for own, t in zip(of_kept, kept, strict=True) if own is not None]
+        if not sizes:
+            return self, kept
+        key = tuple(sorted(set(sizes)))
+        if key not in self._known_lengths:
+            self._known_lengths[key] = self._with_iterations(dict(sizes))
+        outputs, rows = self._known_lengths[key]
+        return outputs, [kept[number] if n is None else kept[number][n] for number, n in rows]
+
+    def _with_iterations(self, lengths: Mapping[str, int]) -> tuple[BackwardOutputs, list[tuple[int, int | None]]]:
+        """Return the outputs for these lengths, and for each kept tensor its position and iteration."""
+        first = {key: p for p in self.placed if p.iterations is not None for key in p.keys}
+        packs = [_pack_of_all(own, first, lengths[own.loop], self.label) if own.loop else own for own in self.packs]
+        of_kept = {id(p): n for n, p in enumerate(p for p in self.placed if isinstance(p.report, Kept))}
+        placed: list[Placed[PlacedReport]] = []
+        rows: list[tuple[int, int | None]] = []
+        for loop, own in itertools.groupby(self.placed, lambda p: "" if p.iterations is None else p.iterations.loop):
+            members = [(p, None if p.iterations is None else set(p.iterations.of(lengths[loop]))) for p in own]
+            for n in range(lengths[loop]) if loop else (None,):
+                acting = [p for p, numbers in members if n is None or (numbers is not None and n in numbers)]
+                placed += (p if n is None else p.at_iteration(n, self.label) for p in acting)
+                rows += ((of_kept[id(p)], n) for p in acting if id(p) in of_kept)
+        return replace(self, packs=tuple(packs), placed=tuple(placed)), rows
 
     def undue(self, is_due: Callable[[int], bool]) -> frozenset[RecordKey]:
         """Return the keys of measurements with intervals not due."""
@@ -240,6 +303,21 @@ class BackwardOutputs:
         """Split the tensors: packs, kept tensors, new states."""
         packs, kept = len(self.packs), len(self.packs) + len(self.kept)
         return tensors[:packs], tensors[packs:kept], tensors[kept:]
+
+
+def _pack_of_all(
+    pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], length: int, label: str
+) -> Pack:
+    """Return the layout of a pack of a loop, with the keys of all iterations."""
+    keys: list[RecordKey] = []
+    positions: list[int] = []
+    for number, key in enumerate(pack.keys):
+        placed = first[key]
+        assert placed.iterations is not None
+        for n in placed.iterations.of(length):
+            keys.append(replace(key, site=with_label(str(placed.site.at_iteration(n)), label)))
+            positions.append(number * length + n)
+    return Pack(tuple(keys), pack.num_skips * length, positions=tuple(positions))
 
 
 def in_order(placed: Iterable[Placed[PlacedReport]], keys: Iterable[RecordKey]) -> tuple[Placed[PlacedReport], ...]:

@@ -38,6 +38,7 @@ class Value:
     is_part: bool = False  # a plain tensor that is a part of a global one, and nobody knows of which
     layout: Layout | None = None  # of a DTensor
     error_layout: Layout | None = None
+    loop: str = ""  # name of the loop in whose body it is made; it is a value of each iteration
     has_error: bool = False  # its error came by while the graph was traced, used or not
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradrewrite.diagnostics.run_log import Origin, Step
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.ir.outputs import BackwardOutputs, ClipRecords
+from gradrewrite.ir.outputs import BackwardOutputs, ClipRecords, Pack
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
@@ -49,7 +49,7 @@ class GraphRecord:
         """All records; the packs are on the host."""
         pairs = zip(self.outputs.packs, self.packs, strict=True)
         # A verdict may follow the records.
-        return {key: value for own, pack in pairs for key, value in zip(own.keys, floats_of(pack), strict=False)}
+        return {key: value for own, pack in pairs for key, value in zip(own.keys, _records_in(own, pack), strict=False)}
 
     def records(self) -> dict[RecordKey, float]:
         """All records and the factors of clips; the packs are on the host."""
@@ -74,6 +74,11 @@ class GraphRecord:
             elif max(itemgetter(*positions, positions[0])(floats_of(pack))) > 0:
                 return True
         return False
+
+
+def _records_in(layout: Pack, pack: Tensor) -> Sequence[float]:
+    values = floats_of(pack)
+    return values if layout.positions is None else [values[n] for n in layout.positions]
 
 
 @dataclass(slots=True, eq=False)

@@ -39,8 +39,11 @@ class Canvas:
         states: StateStore | None = None,
         marked: MarkedJointGraph | None = None,
         label: str = "",
+        *,
+        is_body: bool = False,
     ) -> None:
         self.graph = graph
+        self._is_body = is_body  # of a loop: an operation of our own would run in each iteration
         self.forward = ForwardValues(graph)
         self.packing = RecordPacking(label)
         self.tracer = ActionTracer()
@@ -127,7 +130,7 @@ class Canvas:
         ``where`` names the states of a group.
         """
         # On CUDA first stages fuse with what makes the tensor, and the others are launched together.
-        is_apart = is_measured_apart(site.device) or site.traits.is_leaf
+        is_apart = self.measures_apart(site.device) or (site.traits.is_leaf and not self._is_body)
         is_opaque = site.device.type != "cuda" and (is_apart or self.num_measured > MANY)
         scale = None if site.traits.in_forward else self.scale_on(site.device)
         return TraceMode(is_opaque, scale, self.states_at(where or str(site)))
@@ -141,7 +144,6 @@ class Canvas:
         """Return the loss scale on a device; None without one."""
         return None if self._scale is None else self._scale.on(device)
 
-
-def is_measured_apart(device: torch.device) -> bool:
-    """Return whether errors and activations on a device are measured by an operation of our own."""
-    return device.type in MEASURED_APART
+    def measures_apart(self, device: torch.device) -> bool:
+        """Return whether errors and activations on a device are measured by an operation of our own."""
+        return device.type in MEASURED_APART and not self._is_body

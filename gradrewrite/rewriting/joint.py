@@ -36,8 +36,10 @@ from gradrewrite.rewriting.inserters import (
     insert,
     insert_averages,
     insert_group,
+    insert_in_loops,
     weigh_losses,
 )
+from gradrewrite.rewriting.inserters.loops import InsertedLoops
 from gradrewrite.rewriting.insertion_points import FoundPoints, InsertionPoint, anchors_of, find_insertion_points
 from gradrewrite.rewriting.loss_weighing import SeparatedPlan, take_apart
 from gradrewrite.rewriting.lowering import Group, InsertionPlan, lower
@@ -69,6 +71,8 @@ class _Rewrite:
     notes: list[str] = field(init=False)
     saved: SavedTensors | None = field(init=False)  # None where nothing asks for them
     kept: SavedRewrite = field(init=False)
+    # loops
+    loops: InsertedLoops = field(init=False)
     # separate
     separated: SeparatedPlan = field(init=False)
     anchors: dict[Site, Anchor] = field(init=False)
@@ -114,6 +118,12 @@ def _ask(rewrite: _Rewrite) -> None:
     rewrite.kept = SavedRewrite(candidates)
 
 
+def _insert_in_loops(rewrite: _Rewrite) -> None:
+    given = rewrite.canvas, rewrite.marked, rewrite.config, rewrite.ask, rewrite.measured
+    rewrite.loops = insert_in_loops(*given)
+    rewrite.answers |= rewrite.loops.answers
+
+
 def _separate(rewrite: _Rewrite) -> None:
     """Plan the insertions, and separate the gradients of several losses."""
     canvas = rewrite.canvas
@@ -123,7 +133,7 @@ def _separate(rewrite: _Rewrite) -> None:
     changed = separated.plan.changed().union(*(weighing.members for weighing in separated.weighings))
     canvas.changed = {point.marker for point in changed if point.marker is not None}
     rewrite.plain = {point.output: point.node for point in rewrite.points if point.output is not None}
-    rewrite.anchors = anchors_of(separated.first_points(rewrite.points))
+    rewrite.anchors = anchors_of(separated.first_points(rewrite.points)) | rewrite.loops.anchors
     rewrite.notes[:0] = separated.notes
 
 
@@ -199,6 +209,7 @@ def _pack(rewrite: _Rewrite) -> None:
 STAGES: tuple[tuple[str, Callable[[_Rewrite], None]], ...] = (
     ("find", _find),
     ("ask", _ask),
+    ("loops", _insert_in_loops),
     ("separate", _separate),
     ("singles", _insert_singles),
     ("averages", _insert_averages),
@@ -244,7 +255,7 @@ def _result(rewrite: _Rewrite, *, assumes: bool) -> RewriteResult:
     return RewriteResult(
         answers=rewrite.answers,
         edits=tuple(canvas.edits),
-        record_nodes=(*rewrite.counters, *(node.name for node in rewrite.record_nodes)),
+        record_nodes=(*rewrite.counters, *rewrite.loops.nodes, *(node.name for node in rewrite.record_nodes)),
         anchors=rewrite.anchors,
         outputs=rewrite.outputs,
         live=live,
@@ -254,6 +265,7 @@ def _result(rewrite: _Rewrite, *, assumes: bool) -> RewriteResult:
         refused_outputs=losses.losses.others if losses is not None and rewrite.separated.weighings else frozenset(),
         notes=tuple(rewrite.notes),
         saved=rewrite.kept,
+        loops=tuple(rewrite.loops.codes),
     )
 
 

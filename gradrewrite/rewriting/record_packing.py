@@ -55,6 +55,7 @@ class RecordPacking:
         self.groups: list[str] = []  # that are clipped together, or whose noise is drawn together
         self.noisy: set[str] = set()
         self.states: dict[str, tuple[Tensor, fx.Node]] = {}  # with new values
+        self.of_loops: list[tuple[Pack, fx.Node, bool]] = []  # with their nodes; whether it is of activations
 
     @property
     def has_checks(self) -> bool:
@@ -137,6 +138,17 @@ class RecordPacking:
         """Place a tensor that is kept elsewhere, with its position among the kept ones."""
         self._place(insertion, site, Kept("tensor", number))
 
+    def add_loop(
+        self,
+        placed: Iterable[Placed[PlacedReport]],
+        packs: Iterable[tuple[Pack, fx.Node, bool]],
+        kept: Iterable[fx.Node],
+    ) -> None:
+        """Place the reports of the iterations of a loop; the kept tensors are in the order of the reports."""
+        self.placed += placed
+        self.of_loops += packs
+        self.kept += kept
+
     def count(self, records: Iterable[RecordNode]) -> None:
         """Place counts of elements that are not finite, at the boundary of a graph."""
         for record in records:
@@ -207,6 +219,10 @@ class RecordPacking:
             packs.append(packed)
             new += added
             layouts.append(Pack(tuple(key for record in records for key in record.keys), num_skips, has_verdict))
+        for layout, node, _ in self.of_loops:
+            packs.append(node)
+            layouts.append(layout)
+        order += [key for layout, _, _ in self.of_loops for key in layout.keys]
         of_kept = [placed.site for placed in self.placed if isinstance(placed.report, Kept)]
         kept = [
             node if not site.traits.in_forward else forward.for_backward(node)
@@ -215,7 +231,8 @@ class RecordPacking:
         new += (node for node, before in zip(kept, self.kept, strict=True) if node is not before)
         held = [*packs, *kept, *(node for _, node in self.states.values())]
         if held:
-            early = [packed for packed, (_, is_forward) in zip(packs, groups, strict=True) if is_forward]
+            early = [packed for packed, (_, is_forward) in zip(packs, groups, strict=False) if is_forward]
+            early += [node for _, node, is_forward in self.of_loops if is_forward]
             new.append(editing.hold(graph, held, early))
         return self.outputs(layouts, order), new
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.loop_code import LoopCode
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.policy.rules import Answered
@@ -34,6 +35,7 @@ class RewriteResult:
     refused_outputs: frozenset[int] = frozenset()  # of the Dynamo graph: those may receive no gradient
     notes: tuple[str, ...] = ()  # for warnings
     saved: SavedRewrite = field(default_factory=SavedRewrite)
+    loops: tuple[LoopCode, ...] = ()  # which lives as long as it may run
 
     @property
     def sites(self) -> tuple[Site, ...]:

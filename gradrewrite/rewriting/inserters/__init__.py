@@ -2,6 +2,7 @@
 
 from gradrewrite.rewriting.inserters.averages import insert_averages
 from gradrewrite.rewriting.inserters.group import insert_group
+from gradrewrite.rewriting.inserters.loops import insert_in_loops
 from gradrewrite.rewriting.inserters.losses import weigh_losses
 from gradrewrite.rewriting.inserters.parts import insert_at_part
 from gradrewrite.rewriting.inserters.saved import SavedInsertion, SavedRewrite, find_saved
@@ -15,5 +16,6 @@ __all__ = [
     "insert_at_part",
     "insert_averages",
     "insert_group",
+    "insert_in_loops",
     "weigh_losses",
 ]

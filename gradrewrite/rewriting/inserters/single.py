@@ -35,7 +35,7 @@ from gradrewrite.policy.insertions import (
 )
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import TracedAction, check_dense
-from gradrewrite.rewriting.canvas import Canvas, is_measured_apart
+from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.example_gradients import Asked
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.record_nodes import RecordNode
@@ -128,7 +128,7 @@ def _is_put_off(canvas: Canvas, point: InsertionPoint, measure: MeasureTensor) -
     It can at gradients, and on devices with an operation of our own for measurements.
     """
     value = value_of(point.node)
-    is_put_off = point.output is not None or is_measured_apart(value.device)
+    is_put_off = point.output is not None or canvas.measures_apart(value.device)
     is_traced = _is_on_cuda(point.node) or point.layout is not None
     if not is_put_off or is_traced or value.layout is not torch.strided or value.is_complex():
         return False

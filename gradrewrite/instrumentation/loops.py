@@ -1,0 +1,34 @@
+"""Calls of loops in a Dynamo graph, which AOTAutograd traces as one operator and its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite.ir.marked_loops import loop_backward, loop_forward
+
+
+def run_loop(body: fx.GraphModule, key: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Run the loop with a key, whose body this is; see ``Loop``."""
+    results: tuple[Tensor, ...] = _Loop.apply(key, *tensors)
+    return results
+
+
+class _Loop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.key = key
+        ctx.save_for_backward(*tensors)
+        results = loop_forward(list(tensors), key)
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        needed = ctx.needs_input_grad[1:]
+        wanted = [n for n, needs in enumerate(needed) if needs]
+        tangents = [g.contiguous() for g in gradients if g.is_floating_point()]
+        found = iter(loop_backward(list(ctx.saved_tensors), tangents, wanted, ctx.key))
+        return (None, *(next(found) if needs else None for needs in needed))

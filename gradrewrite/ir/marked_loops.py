@@ -1,0 +1,132 @@
+"""Loops in marked joint graphs: two operators, for the iterations of a body and for their backward."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite.ir.values import Value, shape_of
+from gradrewrite.numerics.library import LIBRARY
+from gradrewrite.sites import Kind, Site
+
+_numbers = itertools.count()
+_loops: weakref.WeakValueDictionary[str, Loop] = weakref.WeakValueDictionary()  # by key
+
+
+@dataclass(eq=False)
+class Loop:
+    """A loop over dimension 0 of its inputs.
+
+    ``body(*carries, *inputs, *invariants)`` returns the next carries, then the outputs of the iteration. The loop
+    returns the last carries, then the outputs stacked over the iterations. The stacks of inputs and outputs are in the
+    order of the inputs; a reversed loop begins with the last of them.
+    """
+
+    name: str  # of its sites, before ``/``
+    body: fx.GraphModule  # of torch-level ops, with probes
+    num_carries: int
+    num_inputs: int
+    is_reversed: bool
+    length: int | torch.SymInt  # number of iterations, for the inputs at hand
+    values: dict[str, Value] = field(default_factory=dict)  # those with sites, by name, in the order of execution
+    nodes: dict[str, fx.Node] = field(default_factory=dict)  # of the body, that make these values
+    numbers: dict[str, int] = field(default_factory=dict)  # of the markers of these values; empty where it has none
+    first_call: int = 0  # number of iterations before it, of loops of this name
+    key: str = field(default_factory=lambda: f"loop_{next(_numbers)}")
+
+    def __post_init__(self) -> None:
+        """Let the operators find the loop as long as it is alive."""
+        _loops[self.key] = self
+
+    def split(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Split the arguments of the loop or of its body: carries, inputs, invariants."""
+        first, second = self.num_carries, self.num_carries + self.num_inputs
+        return list(tensors[:first]), list(tensors[first:second]), list(tensors[second:])
+
+    def site(self, name: str, kind: Kind, iteration: int = 0) -> Site:
+        """Return the site of a value in one iteration."""
+        value, call = self.values[name], self.first_call + iteration
+        return Site(
+            kind=kind,
+            name=f"{self.name}/{name}",
+            module=value.calls[-1][0] if value.calls else "",
+            op=name,
+            call=call,
+            shape=shape_of(value.fake),
+            dtype=value.fake.dtype,
+            device=value.fake.device,
+            source=value.source,
+            addresses=((f"{self.name}/{name}", call),),
+            iteration=iteration,
+        )
+
+    def order(self, length: int) -> Iterator[int]:
+        """Positions in the stacks, in the order of execution."""
+        return iter(range(length - 1, -1, -1) if self.is_reversed else range(length))
+
+
+LIBRARY.define("loop_forward(Tensor[] tensors, str key) -> Tensor[]")
+LIBRARY.define("loop_backward(Tensor[] tensors, Tensor[] tangents, int[] wanted, str key) -> Tensor[]")
+
+
+def _forward(tensors: list[Tensor], key: str) -> list[Tensor]:
+    """Run a loop iteration by iteration; the arguments are carries, inputs and invariants."""
+    loop = _loops[key]
+    carries, inputs, invariants = loop.split(tensors)
+    rows: dict[int, Sequence[Tensor]] = {}
+    for t in loop.order(len(inputs[0])):
+        results = loop.body(*carries, *(x[t] for x in inputs), *invariants)
+        carries, rows[t] = list(results[: len(carries)]), results[len(carries) :]
+    stacks = [torch.stack(own) for own in zip(*(rows[t] for t in sorted(rows)), strict=True)]
+    return [*(carry.clone() for carry in carries), *stacks]
+
+
+def _backward(tensors: list[Tensor], tangents: list[Tensor], wanted: list[int], key: str) -> list[Tensor]:
+    """Differentiate a loop; gradients are those of the tensors at the positions ``wanted``."""
+    with torch.enable_grad():
+        given = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(tensors)]
+        results = [r for r in _forward(given, key) if r.is_floating_point()]
+        pairs = [(r, g) for r, g in zip(results, tangents, strict=True) if r.requires_grad]
+        outputs, gradients = [r for r, _ in pairs], [g for _, g in pairs]
+        found = torch.autograd.grad(outputs, [given[n] for n in wanted], gradients, allow_unused=True)
+    return [torch.zeros_like(tensors[n]) if g is None else g.clone() for n, g in zip(wanted, found, strict=True)]
+
+
+def _fake_forward(tensors: list[Tensor], key: str) -> list[Tensor]:
+    loop = _loops[key]
+    carries, inputs, invariants = loop.split(tensors)
+    results = loop.body(*carries, *(x.select(0, 0) for x in inputs), *invariants)
+    number, length = len(carries), inputs[0].shape[0]
+    stacks = [out.new_empty((length, *out.shape)) for out in results[number:]]
+    return [*(torch.empty_like(out, memory_format=torch.contiguous_format) for out in results[:number]), *stacks]
+
+
+def _fake_backward(tensors: list[Tensor], _: list[Tensor], wanted: list[int], key: str) -> list[Tensor]:
+    return [torch.empty_like(tensors[n]) for n in wanted]
+
+
+for _name, _implementation, _fake in (
+    ("loop_forward", _forward, _fake_forward),
+    ("loop_backward", _backward, _fake_backward),
+):
+    LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gradrewrite::{_name}", _fake, lib=LIBRARY)
+
+loop_forward = torch.ops.gradrewrite.loop_forward.default
+loop_backward = torch.ops.gradrewrite.loop_backward.default
+
+
+def find_loop(key: str) -> Loop:
+    """Return the loop with a key."""
+    return _loops[key]
+
+
+def loop_of(node: fx.Node) -> Loop:
+    """Return the loop of a node that calls one of the operators."""
+    return _loops[str(node.args[-1])]

@@ -1,0 +1,315 @@
+"""Insertions inside loops: each body has a canvas of its own, and is cut into forward and backward afterwards."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import fake_tensors
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir import editing
+from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.loop_code import OP_LOOP, LoopCode
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward, loop_of
+from gradrewrite.ir.markers import read_markers
+from gradrewrite.ir.outputs import Iterations, Pack
+from gradrewrite.ir.provenance import Anchor
+from gradrewrite.ir.record_key import with_label
+from gradrewrite.ir.reports import Kept
+from gradrewrite.policy.insertions import Insertion, Omitted
+from gradrewrite.policy.rules import Answered
+from gradrewrite.policy.sampling import Measured, sampled
+from gradrewrite.rewriting.canvas import Canvas
+from gradrewrite.rewriting.config import RewriteConfig
+from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.rewriting.inserters.single import insert
+from gradrewrite.rewriting.forward_values import ForwardValues
+from gradrewrite.rewriting.loop_bodies import LoopParts, partition, trace_body
+from gradrewrite.rewriting.loop_calls import LoopCalls, flat
+from gradrewrite.sites import Kind, Site
+
+KINDS: tuple[Kind, ...] = ("activation", "error")
+Ask = Callable[[Site], tuple[Answered, ...]]
+
+
+def sites_in(loop: Loop) -> Iterable[Site]:
+    """Yield the sites of a loop, iteration by iteration, for the length at hand."""
+    for iteration in range(fake_tensors.hint_of(loop.length)):
+        for kind in KINDS:
+            for name in loop.values:
+                yield loop.site(name, kind, iteration)
+
+
+def is_acting(answers: Sequence[Answered], measured: Measured) -> bool:
+    """Return whether a policy's answers at a site insert something in steps with these measurements."""
+    return any(not isinstance(found.insertion.effect, Omitted) for found in sampled(answers, measured))
+
+
+@dataclass
+class InsertedLoops:
+    """The insertions in the loops of a graph."""
+
+    answers: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)
+    anchors: dict[Site, Anchor] = field(default_factory=dict)
+    codes: list[LoopCode] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=list)  # that carry records out of the graph
+
+
+def insert_in_loops(
+    canvas: Canvas, marked: MarkedJointGraph, config: RewriteConfig, ask: Ask, measured: Measured
+) -> InsertedLoops:
+    """Insert the policy's answers inside loops, and put their code in the place of their operators."""
+    found = InsertedLoops()
+    forwards = {loop_of(n).key: n for n in canvas.graph.find_nodes(op="call_function", target=loop_forward)}
+    backwards = {loop_of(n).key: n for n in canvas.graph.find_nodes(op="call_function", target=loop_backward)}
+    for loop in marked.loops:
+        answers = {site: ask(site) for site in sites_in(loop)}
+        found.answers |= answers
+        if loop.key in forwards:
+            forward, backward = forwards[loop.key], backwards.get(loop.key)
+            _Insertion(canvas, config, loop, forward, backward, found).run(answers, measured, marked.engine)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Iterations with equal answers at the sites of one value and kind."""
+
+    site: Site  # of the first of them
+    insertions: tuple[Insertion, ...]
+    iterations: Iterations
+    is_all: bool
+
+
+def _classes(
+    loop: Loop, answers: Mapping[Site, tuple[Answered, ...]], name: str, kind: Kind, measured: Measured
+) -> list[_Class]:
+    numbers: dict[Hashable, list[int]] = {}
+    length = fake_tensors.hint_of(loop.length)
+    known = {}
+    for n in range(length):
+        found = sampled(answers[loop.site(name, kind, n)], measured)
+        key = tuple((one.position, one.insertion.rule, one.insertion.key) for one in found)
+        numbers.setdefault(key, []).append(n)
+        known.setdefault(key, tuple(one.insertion for one in found))
+    return [
+        _Class(loop.site(name, kind, own[0]), known[key], Iterations(loop.key, _spans(own, length)), len(own) == length)
+        for key, own in numbers.items()
+        if known[key]
+    ]
+
+
+def _spans(numbers: Sequence[int], length: int) -> tuple[tuple[int, int | None], ...]:
+    """Return the spans of ascending numbers; one that reaches the last iteration goes on in a longer loop."""
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and spans[-1][1] == n - 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return tuple((first, None if last == length - 1 else last) for first, last in spans)
+
+
+class _Insertion:
+    """The insertions in one loop."""
+
+    def __init__(
+        self,
+        outer: Canvas,
+        config: RewriteConfig,
+        loop: Loop,
+        forward: fx.Node,
+        backward: fx.Node | None,
+        found: InsertedLoops,
+    ) -> None:
+        self._outer, self._loop, self._found = outer, loop, found
+        self._forward, self._backward = forward, backward
+        given: list[fx.Node] = forward.args[0]  # type: ignore[assignment]
+        wanted: list[int] = [] if backward is None else backward.args[2]  # type: ignore[assignment]
+        self._given, self._wanted = given, wanted
+        self._body = trace_body(loop, [node.meta["val"] for node in given], wanted)
+        label = config.label()
+        self._canvas = Canvas(self._body.graph, config.loss_scale, config.states, None, label, is_body=True)
+        self._canvas.packing.numbering.label = label
+        self._label = label
+        self._edits: list[tuple[_Class, Edit]] = []
+
+    def run(self, answers: Mapping[Site, tuple[Answered, ...]], measured: Measured, engine: str) -> None:
+        """Insert, cut the body, and put its code into the graph."""
+        activations, errors = read_markers(self._body.graph)
+        order = {node: number for number, node in enumerate(self._body.graph.nodes)}
+        for name in self._loop.values:
+            number = self._loop.numbers[name]
+            forward, marker = activations.get(number), errors.get(number)
+            if forward is not None:
+                for own in _classes(self._loop, answers, name, "activation", measured):
+                    self._insert(own, InsertionPoint(own.site, forward.all_input_nodes[0], forward, order[forward]))
+            if marker is not None:
+                for own in _classes(self._loop, answers, name, "error", measured):
+                    node = self._canvas.current(marker)
+                    node = node.all_input_nodes[0] if node is marker else node
+                    point = InsertionPoint(own.site, node, marker, order[marker], marker=marker)
+                    point.value = None if forward is None else forward.all_input_nodes[0]
+                    self._insert(own, point)
+        if self._canvas.packing.states:
+            key = next(iter(self._canvas.packing.states))
+            raise PolicyError(f"{key}: a gr.State inside a loop over time is not supported yet")
+        packs = self._add_records()
+        kept = self._add_kept()
+        self._canvas.erase_unused()
+        self._lift_live()
+        parts = partition(self._body, engine)
+        self._emit(parts, packs, kept)
+
+    def _insert(self, own: _Class, point: InsertionPoint) -> None:
+        canvas, packing = self._canvas, self._canvas.packing
+        before, num_placed, num_records = point.node, len(packing.placed), len(packing.records)
+        num_edits = len(canvas.edits)
+        insert(canvas, point, own.insertions)
+        for number in range(num_placed, len(packing.placed)):
+            packing.placed[number] = replace(packing.placed[number], iterations=own.iterations)
+        self._edits += ((own, edit) for edit in canvas.edits[num_edits:])
+        if own.is_all:
+            return
+        if point.node is not before and point.marker is not None:
+            canvas.replace(point, self._where(own, point.node, before, point.before))
+        for number in range(num_records, len(packing.records)):
+            record = packing.records[number]
+            node = self._where(own, record.node, None, point.before)
+            packing.records[number] = replace(record, node=node)
+
+    def _where(self, own: _Class, value: fx.Node, other: fx.Node | None, before: fx.Node) -> fx.Node:
+        """Select a value in the iterations of a class, and another, or 0, in the others."""
+        iteration = self._body.iteration()
+
+        def run(number: Tensor, x: Tensor, *rest: Tensor) -> list[Tensor]:
+            is_inside = torch.zeros((), dtype=torch.bool, device=number.device)
+            for first, last in own.iterations.spans:
+                is_in_span = number >= first
+                is_inside = is_inside | (is_in_span if last is None else is_in_span & (number <= last))
+            return [torch.where(is_inside, x, rest[0] if rest else torch.zeros_like(x))]
+
+        nodes = [iteration, value, *([] if other is None else [other])]
+        tag = "is_forward" if own.site.traits.in_forward else "is_backward"
+        (node,), _ = editing.compute(self._body.graph, run, nodes, before, tag)
+        return node
+
+    def _add_records(self) -> list[tuple[Pack, bool]]:
+        """Pack the records of an iteration as a further output of the forward, and one of the backward."""
+        body, found = self._body, []
+        for is_forward in (True, False):
+            records = [r for r in self._canvas.packing.records if r.is_forward == is_forward]
+            records.sort(key=lambda record: not record.skips)
+            if not records:
+                continue
+            nodes, tag = [record.node for record in records], "is_forward" if is_forward else "is_backward"
+            (node,), _ = editing.compute(body.graph, _packed, nodes, body.graph.output_node(), tag)
+            keys = tuple(key for record in records for key in record.keys)
+            skips = sum(len(record.keys) for record in records if record.skips)
+            found.append((Pack(keys, skips, loop=self._loop.key), is_forward))
+            self._add_output(node, is_forward=is_forward)
+        return found
+
+    def _add_kept(self) -> list[bool]:
+        """Return kept tensors of an iteration as further outputs; whether each is one of the forward."""
+        placed = [p for p in self._canvas.packing.placed if isinstance(p.report, Kept)]
+        found = [p.site.traits.in_forward for p in placed]
+        for node, is_forward in zip(self._canvas.packing.kept, found, strict=True):
+            self._add_output(self._canvas.current(node), is_forward=is_forward)
+        return found
+
+    def _add_output(self, node: fx.Node, *, is_forward: bool) -> None:
+        body = self._body
+        if is_forward:
+            editing.insert_outputs(body.graph, body.num_results + body.num_forward, [node])
+            body.num_forward += 1
+        else:
+            editing.add_outputs(body.graph, [node])
+            body.num_backward += 1
+
+    def _lift_live(self) -> None:
+        live = editing.live_tensors(self._body.graph)
+        lifted = editing.lift_live(self._body.gm)
+        self._body.live = [live[name] for name, _ in lifted]
+        editing.move_inputs(self._body.graph, len(lifted), len(self._body.floating))
+
+    def _emit(self, parts: LoopParts, packs: Sequence[tuple[Pack, bool]], kept: Sequence[bool]) -> None:
+        """Put the code of the loop in the place of its operators."""
+        graph, forward, backward = self._outer.graph, self._forward, self._backward
+        code = LoopCalls(parts)
+        nodes, new = editing.compute(graph, code.forward, self._given, forward, "is_forward")
+        for node in new:
+            node.meta |= {key: forward.meta[key] for key in _OF_CHECKPOINTS if key in forward.meta}
+        results, further, made = code.split_forward(nodes)
+        _replace_results(forward, results)
+        outputs = {True: further, False: []}
+        self._found.codes.append(parts.forward)
+        calls = {True: _renamed(new, forward.name)}
+        if backward is not None:
+            values = ForwardValues(graph)
+            tangents: list[fx.Node] = backward.args[1]  # type: ignore[assignment]
+            inputs = [*tangents, *self._given, *map(values.for_backward, made)]
+            tag = "must_be_in_backward" if self._body.live else "is_backward"
+            nodes, new = editing.compute(graph, code.backward, inputs, backward, tag)
+            positions = {n: at for at, n in enumerate(self._body.wanted)}
+            _replace_results(backward, [nodes[positions[n]] for n in self._wanted])
+            outputs[False] = nodes[len(self._body.wanted) :]
+            assert parts.backward is not None
+            self._found.codes.append(parts.backward)
+            calls[False] = _renamed(new, backward.name)
+        self._report(packs, kept, outputs, calls)
+
+    def _report(
+        self,
+        packs: Sequence[tuple[Pack, bool]],
+        kept: Sequence[bool],
+        outputs: Mapping[bool, list[fx.Node]],
+        calls: Mapping[bool, str],
+    ) -> None:
+        """Report records, kept tensors and edits of the loop to the canvas of the graph."""
+        outer, left = self._outer, {is_forward: iter(nodes) for is_forward, nodes in outputs.items()}
+        of_packs = []
+        for pack, is_forward in packs:
+            stack, tag = next(left[is_forward]), "is_forward" if is_forward else "is_backward"
+            (node,), new = editing.compute(outer.graph, flat, [stack], stack.next, tag)
+            of_packs.append((pack, node, is_forward))
+            self._found.nodes += (node.name for node in new)
+        of_kept = [next(left[is_forward]) for is_forward in kept]
+        outer.packing.add_loop(self._canvas.packing.placed, of_packs, of_kept)
+        for own, edit in self._edits:
+            name = calls[edit.site.traits.in_forward]
+            for n in own.iterations.of(fake_tensors.hint_of(self._loop.length)):
+                site = edit.site.at_iteration(n)
+                keys = tuple(replace(key, site=with_label(str(site), self._label)) for key in edit.records)
+                nodes = (name,) if n == own.site.iteration else ()
+                outer.edits.append(replace(edit, site=site, nodes=nodes, records=keys))
+        for site in sites_in(self._loop):
+            self._found.anchors[site] = Anchor(calls.get(site.traits.in_forward, calls[True]), -1)
+
+
+_OF_CHECKPOINTS = ("recompute", "ac_graph_id", "has_backward_hook")
+
+
+def _renamed(new: Sequence[fx.Node], name: str) -> str:
+    """Name the call of the loop among new nodes as the operator in whose place it is."""
+    (node,) = (node for node in new if node.target is OP_LOOP)
+    editing.rename(node, name)
+    return node.name
+
+
+def _replace_results(operator_node: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Let the readers of an operator with several results read these instead, and erase it."""
+    for user in list(operator_node.users):
+        assert user.target is operator.getitem
+        editing.skip(user, results[int(user.args[1])])  # type: ignore[arg-type]
+    editing.erase(operator_node)
+
+
+def _packed(*values: Tensor) -> list[Tensor]:
+    dtype = torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
+    return [torch.cat([v.reshape(-1).to(dtype) for v in values])]

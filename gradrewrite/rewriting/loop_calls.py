@@ -1,0 +1,110 @@
+"""Calls of the code of a loop: its forward, and its backward with the gradients of invariants behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradrewrite.ir.loop_code import call
+from gradrewrite.rewriting.loop_bodies import Given, LoopParts
+
+
+@dataclass(frozen=True)
+class LoopCalls:
+    """The functions of tensors that a graph gets in the place of a loop."""
+
+    parts: LoopParts
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """Run the loop on carries, inputs and invariants.
+
+        Returns the last carries, results and further outputs stacked by time (the latter in the order of execution),
+        the tensors of the operator, and the values that do not change.
+        """
+        parts, loop = self.parts, self.parts.body.loop
+        carries, inputs, invariants = loop.split(tensors)
+        inputs, known = self._counted(inputs), parts.invariants_of(invariants)
+        made = call(parts.forward, carries, inputs, [known[n] for n in parts.forward_reads])
+        count = len(parts.results) - parts.body.num_forward
+        results = [self._stack(found, inputs, known, made) for found in parts.results]
+        last = [self._last(n, made[n]) for n in range(loop.num_carries)]
+        return [*last, *results[:count], *map(self._in_order, results[count:]), *made, *known[len(known) - self._extra :]]
+
+    def split_forward(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Split the results of ``forward``: those of the loop, further outputs, what the backward is given."""
+        first, second = self.parts.body.num_results, self.parts.body.num_results + self.parts.body.num_forward
+        return list(values[:first]), list(values[first:second]), list(values[second:])
+
+    def backward(self, *tensors: Tensor) -> list[Tensor]:
+        """Run the backward on gradients of the results, arguments of the loop, and what ``forward`` hands on.
+
+        Returns the gradients of the wanted arguments, then further outputs in the order of the forward's execution.
+        """
+        parts, body, loop = self.parts, self.parts.body, self.parts.body.loop
+        code = parts.backward
+        assert code is not None and parts.tail is not None
+        tangents, rest = tensors[: len(body.floating)], tensors[len(body.floating) :]
+        given, made = rest[: len(rest) - self._num_made], list(rest[len(rest) - self._num_made :])
+        inputs, invariants = self._counted(loop.split(given)[1]), loop.split(given)[2]
+        if body.live:  # as they are now
+            known = parts.invariants_of(invariants)
+        else:
+            known = [*invariants, *made[len(made) - self._extra :]]
+        saved = [self._stack(found, inputs, known, made) for found in parts.saved]
+        number, moving = code.num_carries, parts.num_moving
+        outputs = call(code, tangents[:number], [*tangents[number:], *saved[:moving]], saved[moving:])
+        stacks = outputs[number:]
+        of_inputs = [stacks[n] for n in parts.inputs_at]
+        further = [self._in_order(stacks[n]) for n in parts.further_at]
+        return [*outputs[:number], *of_inputs, *parts.tail(saved, stacks), *further]
+
+    @property
+    def _extra(self) -> int:
+        """Number of values that are computed from invariants alone."""
+        return self.parts.num_hoisted
+
+    @property
+    def _num_made(self) -> int:
+        code = self.parts.forward
+        return code.num_carries + code.num_outputs + self._extra
+
+    def _counted(self, inputs: list[Tensor]) -> list[Tensor]:
+        if self.parts.body.num_inputs == self.parts.body.loop.num_inputs:
+            return inputs
+        numbers = torch.arange(inputs[0].shape[0], device=inputs[0].device)
+        return [*inputs, self._in_order(numbers)]
+
+    def _in_order(self, stack: Tensor) -> Tensor:
+        """Turn a stack by time into one in the order of execution, or back."""
+        return stack.flip(0) if self.parts.body.loop.is_reversed else stack
+
+    def _stack(
+        self, found: tuple[Given, int], inputs: Sequence[Tensor], known: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> Tensor:
+        kind, n = found
+        is_reversed, length = self.parts.body.loop.is_reversed, inputs[0].shape[0]
+        match kind:
+            case "input":
+                return inputs[n]
+            case "invariant":
+                return known[n]
+            case "before":
+                return made[n].narrow(0, int(is_reversed), length)
+            case "after":
+                return made[n].narrow(0, int(not is_reversed), length)
+            case "output":
+                return made[self.parts.forward.num_carries + n]
+
+    def _last(self, n: int, made: Tensor) -> Tensor:
+        if not self.parts.forward.stacked[n]:
+            return made
+        return made.select(0, 0 if self.parts.body.loop.is_reversed else -1)
+
+
+def flat(stack: Tensor) -> list[Tensor]:
+    """Return all iterations of the first record of a stack ``[T, R]``, then of the second."""
+    return [stack.t().reshape(-1)]
