@@ -17,6 +17,7 @@ from gradrewrite._compat.aot_autograd import (
 )
 from gradrewrite._compat.combined_kernels import combined_kernels, mark
 from gradrewrite._compat.donated_buffers import preserve_donated
+from gradrewrite._compat.fake_tensors import describe_nodes, fake_mode_of
 from gradrewrite._compat.versions import needed_for
 
 
@@ -59,6 +60,23 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[st
     patches = {**settings, "triton.cudagraphs": False, "joint_graph_constant_folding": False}
     with torch.no_grad(), no_autograd_cache():
         return cast(Callable[..., Any], compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches))
+
+
+def compile_body(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Inductor alone, without AOTAutograd and its wrappers, for a functional graph of ATen nodes that we made.
+
+    Its last nodes may copy results into inputs. The callable takes its inputs in one list, which it empties.
+    """
+    with needed_for("Inductor can be called with a compiler of ours around its own"):
+        from torch._inductor.compile_fx import compile_fx_inner
+    with needed_for("Inductor compiles a graph under the fake mode of its values"):
+        from torch._inductor.virtualized import V
+
+    describe_nodes(gm, inputs)
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    patches = {**settings, "triton.cudagraphs": False, "size_asserts": False}
+    with torch.no_grad(), _config().patch(patches), V.set_fake_mode(fake_mode_of(fakes)), combined_kernels(fakes):
+        return cast(Callable[..., Any], compile_fx_inner(gm, fakes))
 
 
 def compile_rewritten(

@@ -1,4 +1,4 @@
-"""Hooks of modules, and LSTMs that can be differentiated."""
+"""Hooks of modules."""
 
 from __future__ import annotations
 
@@ -7,33 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
 from gradrewrite._compat.versions import needed_for
 
 with needed_for("the modules that update running statistics have one base class"):
     from torch.nn.modules.batchnorm import _NormBase
-
-
-def keep_lstms_differentiable(gm: fx.GraphModule) -> None:
-    """Trace the LSTMs of a Dynamo graph as differentiable ops.
-
-    On the CPU torch decomposes an LSTM into oneDNN's inference kernel if its *input* needs no gradient, though its
-    parameters may; that kernel has no backward (2.11 to 2.15). The setting that switches it off is process-wide.
-    """
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            if node.op == "call_function" and node.target is torch.lstm:
-                node.target = _lstm
-
-
-def _lstm(*args: Any, **kwargs: Any) -> Any:
-    given = [*args, *kwargs.values()]
-    x = kwargs["input"] if "input" in kwargs else args[0]
-    states_and_parameters = (t for a in given if isinstance(a, (tuple, list)) for t in a if isinstance(t, Tensor))
-    if torch.is_grad_enabled() and not x.requires_grad and any(t.requires_grad for t in states_and_parameters):
-        x = x.detach().requires_grad_()  # nobody asks for this gradient, so nothing computes it
-    return torch.lstm(*args, **{**kwargs, "input": x}) if "input" in kwargs else torch.lstm(x, *args[1:], **kwargs)
 
 
 def global_hooks() -> tuple[tuple[int, ...], ...]:

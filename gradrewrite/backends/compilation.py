@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor, nn_modules
+from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor
 from gradrewrite._compat.scalar_tensors import written_scalars_kept
 from gradrewrite._compat.tangents import overlapping_tangents_contiguous
 from gradrewrite._utils.formatting import listed
@@ -34,7 +34,7 @@ from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, 
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
 from gradrewrite.instrumentation.naming import number_loops
 from gradrewrite.instrumentation.probes import calls_around, erase_notes, insert_probes, region_call, tracing
-from gradrewrite.instrumentation.recurrent import find_recurrent
+from gradrewrite.instrumentation.recurrent import find_recurrent, run_as_operators
 from gradrewrite.ir import editing, encoded_nodes, partitioning
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
@@ -69,6 +69,7 @@ def compile_graph(
     """
     if not needs_gradients(inputs):
         erase_notes(gm)
+        run_as_operators(gm)
         return engine.compile_plain(gm, inputs)
     if not session.has_model and dynamo.is_last_compilation():
         _, _, frame = dynamo.current_frame()
@@ -143,7 +144,6 @@ def marking(
         name = "" if region is None else region.name
         compilation.values = insert_probes(gm, session.names, masks, returned, region=name)
         _warn_of_nested_regions(session, gm)
-        nn_modules.keep_lstms_differentiable(gm)
         gm.recompile()
         try:
             with tracing(compilation.values, compilation.layouts), _shared_memory_named(compilation.inputs, inputs):
@@ -223,7 +223,9 @@ class GraphCompilation:
             answers = {site: ask_in_order(session.config.policy, site) for loop in one.loops for site in sites_in(loop)}
             self.asked |= answers
             if any(is_acting(own, self.measured) for own in answers.values()):
-                one.roll()
+                for loop in one.loops:
+                    loop.is_marked = True
+            one.replace()
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""

@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Compile a graph of ATen nodes without gradients; it may write to its inputs."""
 
     def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile the body of a loop, for arguments like these; it may write to them."""
+        """Compile the body of a loop, for arguments like these; it takes them in one list, which it may empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Inductor:
 
     def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``."""
-        return inductor.compile_step(gm, inputs, self.settings)
+        return inductor.compile_body(gm, inputs, self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,4 +119,4 @@ class AotEager:
 
     def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``; the graph runs unchanged."""
-        return gm
+        return aot_autograd.box(gm)

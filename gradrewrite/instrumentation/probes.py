@@ -311,7 +311,7 @@ class _Reader:
 
     def _enter_loops(self, node: fx.Node) -> None:
         """Insert probes into the bodies of loops."""
-        for loop in loops_in(node):
+        for loop in filter(lambda loop: loop.is_marked, loops_in(node)):
             for name, value in loop.values.items():
                 loop.numbers[name] = len(self.values)
                 self._add(value, loop.nodes[name], after=loop.nodes[name])

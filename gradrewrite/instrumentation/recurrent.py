@@ -14,6 +14,7 @@ from gradrewrite.instrumentation.loops import run_loop
 from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir.marked_loops import Loop, find_loop
 from gradrewrite.ir.values import ModuleCall, Value
+from gradrewrite.numerics.recurrent_layers import OP_RECURRENT, fused_lstm, has_fused_lstm
 
 
 def named(x: Tensor, name: str) -> Tensor:
@@ -118,24 +119,24 @@ class RecurrentCall:
 Bodies = Sequence[tuple[fx.GraphModule, str]]  # and keys of loops, first layer first, forward before reverse
 
 
-def lstm(loops: Bodies, *args: Any) -> tuple[Tensor, ...]:
+def lstm(loops: Bodies, dtype: torch.dtype, *args: Any) -> tuple[Tensor, ...]:
     """Compute ``torch.lstm`` by loops: output, then the last states."""
-    return _run(torch.lstm, loops, args)
+    return _run(torch.lstm, loops, dtype, args)
 
 
-def gru(loops: Bodies, *args: Any) -> tuple[Tensor, ...]:
+def gru(loops: Bodies, dtype: torch.dtype, *args: Any) -> tuple[Tensor, ...]:
     """Compute ``torch.gru`` by loops."""
-    return _run(torch.gru, loops, args)
+    return _run(torch.gru, loops, dtype, args)
 
 
-def rnn_tanh(loops: Bodies, *args: Any) -> tuple[Tensor, ...]:
+def rnn_tanh(loops: Bodies, dtype: torch.dtype, *args: Any) -> tuple[Tensor, ...]:
     """Compute ``torch.rnn_tanh`` by loops."""
-    return _run(torch.rnn_tanh, loops, args)
+    return _run(torch.rnn_tanh, loops, dtype, args)
 
 
-def rnn_relu(loops: Bodies, *args: Any) -> tuple[Tensor, ...]:
+def rnn_relu(loops: Bodies, dtype: torch.dtype, *args: Any) -> tuple[Tensor, ...]:
     """Compute ``torch.rnn_relu`` by loops."""
-    return _run(torch.rnn_relu, loops, args)
+    return _run(torch.rnn_relu, loops, dtype, args)
 
 
 _BY_LOOPS: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = {
@@ -146,25 +147,50 @@ _BY_LOOPS: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-def _run(op: Any, loops: Bodies, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    call = RecurrentCall.of(op, args)
-    assert call is not None
-    x = call.x.transpose(0, 1) if call.batch_first else call.x
-    states, last = [s.unbind(0) for s in call.states], []
-    for layer in range(call.num_layers):
-        if layer and call.dropout:
-            x = F.dropout(x, call.dropout, call.train)
-        outputs = []
-        for direction in range(call.num_directions):
-            number = layer * call.num_directions + direction
-            inputs, invariants = _arguments(call, x, number)
-            carries = [own[number].contiguous() for own in states]
-            *results, output = run_loop(*loops[number], *carries, inputs.contiguous(), *invariants)
-            last.append(results)
-            outputs.append(output)
-        x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-    finals = [torch.stack(own) for own in zip(*last, strict=True)]
-    return (x.transpose(0, 1) if call.batch_first else x), *finals
+def _run(op: Any, loops: Bodies, dtype: torch.dtype, args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Compute a recurrent layer of torch, in the dtype that autocast gives its output."""
+    with torch.autocast(args[0].device.type, enabled=False):
+        call = RecurrentCall.of(op, [_converted(a, dtype) for a in args])
+        assert call is not None
+        x = call.x.transpose(0, 1) if call.batch_first else call.x
+        states, last = [s.unbind(0) for s in call.states], []
+        for layer in range(call.num_layers):
+            if layer and call.dropout:
+                x = F.dropout(x, call.dropout, call.train)
+            outputs = []
+            for direction in range(call.num_directions):
+                number = layer * call.num_directions + direction
+                output, *results = _run_layer(call, number, x, [own[number] for own in states], loops[number])
+                last.append(results)
+                outputs.append(output)
+            x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+        finals = [torch.stack(own) for own in zip(*last, strict=True)]
+        return (x.transpose(0, 1) if call.batch_first else x), *finals
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list | tuple):
+        return [_converted(one, dtype) for one in value]
+    return value.to(dtype) if isinstance(value, Tensor) else value
+
+
+def _run_layer(
+    call: RecurrentCall, number: int, x: Tensor, carries: Sequence[Tensor], loop: tuple[fx.GraphModule, str]
+) -> tuple[Tensor, ...]:
+    """Compute one layer and direction: its output, then the last states.
+
+    Where there is no action inside, an LSTM is one operator where torch has one; see ``fused_lstm``.
+    """
+    known = find_loop(loop[1])
+    if not known.is_marked and call.op is torch.lstm and has_fused_lstm(x, is_projected=call.is_projected):
+        tensors = (x, *carries, *call.parameters_of(number))
+        train = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return fused_lstm(
+            x, *carries, call.parameters_of(number), is_reversed=known.is_reversed, train=train
+        )
+    inputs, invariants = _arguments(call, x, number)
+    *results, output = run_loop(*loop, *(own.contiguous() for own in carries), inputs.contiguous(), *invariants)
+    return output, *results
 
 
 def _arguments(call: RecurrentCall, x: Tensor, number: int) -> tuple[Tensor, list[Tensor]]:
@@ -186,8 +212,8 @@ class RecurrentNode:
     call: RecurrentCall  # of fake tensors
     loops: list[Loop]
 
-    def roll(self) -> None:
-        """Let the loops compute the layer."""
+    def replace(self) -> None:
+        """Let the loops compute the layer, or operators that are the same."""
         gm, node = self.node.graph.owning_module, self.node
         assert gm is not None
         given = []
@@ -196,8 +222,20 @@ class RecurrentNode:
                 name = f"{loop.key}_body"
                 setattr(gm, name, loop.body)
                 given.append((node.graph.get_attr(name), loop.key))
-        node.args, node.kwargs = (tuple(given), *_positional(node)), {}
+        node.args, node.kwargs = (tuple(given), fake_result(node).dtype, *_positional(node)), {}
         node.target = _BY_LOOPS[self.call.op]
+
+
+def run_as_operators(gm: fx.GraphModule) -> None:
+    """Let a Dynamo graph without gradients compute each recurrent layer by one operator."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in tuple(_CELLS):
+            call = RecurrentCall.of(node.target, _positional(node))
+            if call is not None:
+                settings = _positional(node)[3:]
+                node.args = (node.target.__name__, call.x, list(call.states), list(call.parameters), *settings)
+                node.target, node.kwargs = OP_RECURRENT, {}
+    gm.recompile()
 
 
 def loops_in(node: fx.Node) -> list[Loop]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import fake_tensors
+from gradrewrite._compat import aot_autograd, fake_tensors
 from gradrewrite.ir import editing
 from gradrewrite.numerics.library import LIBRARY
 
@@ -81,7 +81,7 @@ class LoopCode:
             args += (own[t] for own in outputs)
             if run is None:
                 run = self._run = self._prepared(args)
-            results = run(*args)
+            results = run(args)
             for n, result in zip(others, results, strict=True):
                 current[n] = result
         kept = iter(stacks)
@@ -117,7 +117,7 @@ class LoopCode:
         moved = [n for n, is_stacked in enumerate(self.stacked) if is_stacked]
         editing.write_to_inputs(body.graph, moved, self.num_carries)
         body.recompile()
-        return body if self.compile is None else self.compile(body, args)
+        return aot_autograd.box(body) if self.compile is None else self.compile(body, args)
 
 
 def code_for(code: LoopCode) -> LoopCode:

@@ -36,6 +36,7 @@ class Loop:
     length: int | torch.SymInt  # number of iterations, for the inputs at hand
     values: dict[str, Value] = field(default_factory=dict)  # those with sites, by name, in the order of execution
     nodes: dict[str, fx.Node] = field(default_factory=dict)  # of the body, that make these values
+    is_marked: bool = False  # something is inserted inside
     numbers: dict[str, int] = field(default_factory=dict)  # of the markers of these values; empty where it has none
     first_call: int = 0  # number of iterations before it, of loops of this name
     key: str = field(default_factory=lambda: f"loop_{next(_numbers)}")
