@@ -143,7 +143,10 @@ class Placed(Generic[_Placed]):
         site = self.site.at_iteration(number)
         before, after = with_label(str(self.site), label), with_label(str(site), label)
         placed = self.map(site, lambda key: replace(key, site=after) if key.site == before else key)
-        return replace(placed, iterations=None)
+        seen = self.seen
+        if seen is not None:
+            seen = replace(seen, order=seen.order + (number if site.traits.in_forward else -number) / 2**20)
+        return replace(placed, iterations=None, seen=seen)
 
 
 PlacedCheck: TypeAlias = Placed[Check[RecordKey]]

@@ -39,7 +39,7 @@ class Anchor:
     """The node of a site."""
 
     node: str  # the node that holds the value before anything acts on it
-    order: int  # of the torch-level op that it belongs to, as in ``Origin``
+    order: float  # of the torch-level op that it belongs to, as in ``Origin``; a whole number outside of loops
 
 
 @dataclass(frozen=True, slots=True)

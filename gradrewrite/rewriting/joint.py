@@ -62,6 +62,8 @@ class _Rewrite:
     is_replayed: bool
     canvas: Canvas
 
+    # loops
+    loops: InsertedLoops = field(init=False)
     # find
     found: FoundPoints = field(init=False)
     # ask
@@ -71,8 +73,6 @@ class _Rewrite:
     notes: list[str] = field(init=False)
     saved: SavedTensors | None = field(init=False)  # None where nothing asks for them
     kept: SavedRewrite = field(init=False)
-    # loops
-    loops: InsertedLoops = field(init=False)
     # separate
     separated: SeparatedPlan = field(init=False)
     anchors: dict[Site, Anchor] = field(init=False)
@@ -101,6 +101,11 @@ class _Rewrite:
         return self.asked[site] if site in self.asked else ask_in_order(self.config.policy, site)
 
 
+def _insert_in_loops(rewrite: _Rewrite) -> None:
+    given = rewrite.canvas, rewrite.marked, rewrite.config, rewrite.ask, rewrite.measured
+    rewrite.loops = insert_in_loops(*given)
+
+
 def _find(rewrite: _Rewrite) -> None:
     rewrite.found = find_insertion_points(rewrite.marked)
 
@@ -112,16 +117,11 @@ def _ask(rewrite: _Rewrite) -> None:
     of_subclasses = {site: possible(ask(site)) for site in found.subclasses}
     rewrite.at_points = at_points
     rewrite.answers = {point.site: answers for point, answers in at_points} | outside | of_subclasses
+    rewrite.answers |= rewrite.loops.answers
     rewrite.out_of_reach = tuple(site for site, answers in outside.items() if answers)
     rewrite.notes = list(check_subclasses(of_subclasses, found.subclasses))
     rewrite.saved, candidates = find_saved(rewrite.marked, rewrite.config.policy, ask)
     rewrite.kept = SavedRewrite(candidates)
-
-
-def _insert_in_loops(rewrite: _Rewrite) -> None:
-    given = rewrite.canvas, rewrite.marked, rewrite.config, rewrite.ask, rewrite.measured
-    rewrite.loops = insert_in_loops(*given)
-    rewrite.answers |= rewrite.loops.answers
 
 
 def _separate(rewrite: _Rewrite) -> None:
@@ -207,9 +207,9 @@ def _pack(rewrite: _Rewrite) -> None:
 
 
 STAGES: tuple[tuple[str, Callable[[_Rewrite], None]], ...] = (
+    ("loops", _insert_in_loops),
     ("find", _find),
     ("ask", _ask),
-    ("loops", _insert_in_loops),
     ("separate", _separate),
     ("singles", _insert_singles),
     ("averages", _insert_averages),

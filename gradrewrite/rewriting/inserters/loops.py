@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -17,7 +18,7 @@ from gradrewrite.ir.loop_code import OP_LOOP, LoopCode
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward, loop_of
 from gradrewrite.ir.markers import read_markers
-from gradrewrite.ir.outputs import Iterations, Pack
+from gradrewrite.ir.outputs import Iterations, Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import with_label
 from gradrewrite.ir.reports import Kept
@@ -133,6 +134,8 @@ class _Insertion:
         wanted: list[int] = [] if backward is None else backward.args[2]  # type: ignore[assignment]
         self._given, self._wanted = given, wanted
         self._body = trace_body(loop, [node.meta["val"] for node in given], wanted)
+        positions = {node: number for number, node in enumerate(outer.graph.nodes)}
+        self._orders = {True: positions[forward], False: positions.get(backward, 0)}
         label = config.label()
         self._canvas = Canvas(self._body.graph, config.loss_scale, config.states, None, label, is_body=True)
         self._canvas.packing.numbering.label = label
@@ -143,7 +146,7 @@ class _Insertion:
         """Insert, cut the body, and put its code into the graph."""
         activations, errors = read_markers(self._body.graph)
         order = {node: number for number, node in enumerate(self._body.graph.nodes)}
-        for name in self._loop.values:
+        for name in self._loop.numbers:
             number = self._loop.numbers[name]
             forward, marker = activations.get(number), errors.get(number)
             if forward is not None:
@@ -280,7 +283,7 @@ class _Insertion:
             of_packs.append((pack, node, is_forward))
             self._found.nodes += (node.name for node in new)
         of_kept = [next(left[is_forward]) for is_forward in kept]
-        outer.packing.add_loop(self._canvas.packing.placed, of_packs, of_kept)
+        outer.packing.add_loop(map(partial(self._seen_outside, calls), self._canvas.packing.placed), of_packs, of_kept)
         for own, edit in self._edits:
             name = calls[edit.site.traits.in_forward]
             for n in own.iterations.of(fake_tensors.hint_of(self._loop.length)):
@@ -290,6 +293,15 @@ class _Insertion:
                 outer.edits.append(replace(edit, site=site, nodes=nodes, records=keys))
         for site in sites_in(self._loop):
             self._found.anchors[site] = Anchor(calls.get(site.traits.in_forward, calls[True]), -1)
+
+
+    def _seen_outside(self, calls: Mapping[bool, str], placed: Placed[PlacedReport]) -> Placed[PlacedReport]:
+        """Let a check look at the loop; behind the position of that there is the one in the body."""
+        if placed.seen is None:
+            return placed
+        is_forward = placed.site.traits.in_forward
+        order = self._orders[is_forward] + placed.seen.order / 2**40
+        return replace(placed, seen=Anchor(calls[is_forward], order))
 
 
 _OF_CHECKPOINTS = ("recompute", "ac_graph_id", "has_backward_hook")
