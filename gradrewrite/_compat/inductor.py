@@ -65,15 +65,18 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[st
 def compile_body(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor alone, without AOTAutograd and its wrappers, for a functional graph of ATen nodes that we made.
 
-    Its last nodes may copy results into inputs. The callable takes its inputs in one list, which it empties.
+    Its last nodes may copy results into inputs. The callable takes its inputs in one list, which it empties. Where the
+    nodes have no fake values, they get those of the inputs.
     """
     with needed_for("Inductor can be called with a compiler of ours around its own"):
         from torch._inductor.compile_fx import compile_fx_inner
     with needed_for("Inductor compiles a graph under the fake mode of its values"):
         from torch._inductor.virtualized import V
 
-    describe_nodes(gm, inputs)
-    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if any("val" not in node.meta for node in gm.graph.nodes if node.op != "output"):
+        describe_nodes(gm, inputs)
+    fakes = [node.meta["val"] for node in placeholders]
     patches = {**settings, "triton.cudagraphs": False, "size_asserts": False}
     with torch.no_grad(), _config().patch(patches), V.set_fake_mode(fake_mode_of(fakes)), combined_kernels(fakes):
         return cast(Callable[..., Any], compile_fx_inner(gm, fakes))

@@ -280,15 +280,17 @@ def write_back(graph: fx.Graph, count: int) -> None:
 def write_to_inputs(graph: fx.Graph, results: Sequence[int], rest: int) -> None:
     """Write outputs into new last inputs: those at the positions ``results``, then all from position ``rest`` on.
 
-    The others are returned.
+    The inputs are contiguous. The other outputs are returned.
     """
     output, copy_ = graph.output_node(), torch.ops.aten.copy_.default
     outputs = outputs_of(output)
     moved = [*results, *range(rest, len(outputs))]
     for n in moved:
-        slot = add_input(graph, "slot", outputs[n].meta["val"])
+        value = outputs[n].meta["val"]
+        slot = add_input(graph, "slot", value.new_empty(value.shape))
         with graph.inserting_before(output):
-            graph.call_function(copy_, (slot, outputs[n]))
+            copied = graph.call_function(copy_, (slot, outputs[n]))
+        copied.meta = {"val": slot.meta["val"]}
     output.args = (tuple(one for n, one in enumerate(outputs) if n not in moved),)
 
 

@@ -50,6 +50,8 @@ class LoopCode:
 
     def run(self, carries: list[Tensor], inputs: list[Tensor], invariants: list[Tensor]) -> list[Tensor]:
         """Run the loop."""
+        carries, inputs = [t.contiguous() for t in carries], [t.contiguous() for t in inputs]
+        invariants = [_laid_out(t, wanted) for t, wanted in zip(invariants, self._strides(len(invariants)), strict=True)]
         length = len(inputs[0])
         stacks, slots = self._stacks(carries, inputs, invariants, length)
         first = length if self.is_reversed else 0
@@ -83,10 +85,16 @@ class LoopCode:
                 run = self._run = self._prepared(args)
             results = run(args)
             for n, result in zip(others, results, strict=True):
-                current[n] = result
+                current[n] = result if result.is_contiguous() else result.contiguous()
         kept = iter(stacks)
         last = [next(kept) if is_stacked else current[n].clone() for n, is_stacked in enumerate(self.stacked)]
         return [*last, *kept]
+
+    def _strides(self, count: int) -> list[tuple[Any, ...] | None]:
+        """Return the strides of the invariants for which the body was traced; None where nobody knows them."""
+        nodes = self.body.graph.find_nodes(op="placeholder")
+        known = [node.meta["val"].stride() if "val" in node.meta else None for node in nodes[len(nodes) - count :]]
+        return known if count else []
 
     def _stacks(
         self, carries: list[Tensor], inputs: list[Tensor], invariants: list[Tensor], length: int
@@ -118,6 +126,13 @@ class LoopCode:
         editing.write_to_inputs(body.graph, moved, self.num_carries)
         body.recompile()
         return aot_autograd.box(body) if self.compile is None else self.compile(body, args)
+
+
+def _laid_out(tensor: Tensor, strides: tuple[Any, ...] | None) -> Tensor:
+    """Return a tensor with these strides: a compiler may have given it others."""
+    if strides is None or tensor.stride() == strides or not all(isinstance(n, int) for n in strides):
+        return tensor
+    return torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def code_for(code: LoopCode) -> LoopCode:

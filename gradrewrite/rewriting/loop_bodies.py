@@ -270,10 +270,13 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
 
     moving = [n for n, (kind, _) in enumerate(parts.saved) if kind != "invariant"]
     still = [n for n in range(num_saved) if n not in moving]
+    fixed = {saved[n] for n in still}
     inner, copies = fx.Graph(), {}
     for node in (*tangents, *(saved[n] for n in moving), *(saved[n] for n in still)):
         copies[node] = inner.placeholder(node.name)
         copies[node].meta = dict(node.meta)
+        if node not in fixed:  # a part of a stack, or a carry
+            copies[node].meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape)
     for node in graph.nodes:
         if node.op == "call_function" and node in kept:
             copies[node] = inner.node_copy(node, lambda n: copies[n])
@@ -306,7 +309,7 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
                 known[node] = _Value(made[positions[node]], "stack")
         for node in tail:
             known[node] = _over_time(node, known)
-        return [known[node].summed(len(made[0])) for node in of_invariants]
+        return [known[node].summed(made[0].shape[0]) for node in of_invariants]
 
     parts.tail = behind
 
@@ -329,7 +332,7 @@ class _Value:
     tensor: Tensor
     how: Literal["stack", "sum", "fixed"]
 
-    def summed(self, length: int) -> Tensor:
+    def summed(self, length: int | torch.SymInt) -> Tensor:
         if self.how == "stack":
             return self.tensor.sum(0)
         return self.tensor if self.how == "sum" else self.tensor * length
