@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from gradrewrite._compat.dynamic_sizes import marks_removed
 from gradrewrite._compat.recurrent import without_time_steps
 from gradrewrite._compat.versions import needed_for
 
@@ -169,7 +170,7 @@ class _Frames:
         with compile_lock, self._while_tracing() as unguarded:
             self.compiled.add(frame.f_code)
             try:
-                with self._settings(frame.f_code), without_time_steps(), self._without_guards_on(unguarded):
+                with self._settings(frame.f_code), without_time_steps(), marks_removed(), self._without_guards_on(unguarded):
                     return self._callback(frame, *args)
             finally:
                 _forget_stacks()

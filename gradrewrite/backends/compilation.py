@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor
+from gradrewrite._compat.dynamic_sizes import trace_again_with_symbols
 from gradrewrite._compat.scalar_tensors import written_scalars_kept
 from gradrewrite._compat.tangents import overlapping_tangents_contiguous
 from gradrewrite._utils.formatting import listed
@@ -34,7 +35,7 @@ from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, 
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
 from gradrewrite.instrumentation.naming import number_loops
 from gradrewrite.instrumentation.probes import calls_around, erase_notes, insert_probes, region_call, tracing
-from gradrewrite.instrumentation.recurrent import find_recurrent, run_as_operators
+from gradrewrite.instrumentation.recurrent import find_recurrent, run_as_operators, sizes_of_lengths
 from gradrewrite.ir import editing, encoded_nodes, partitioning
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
@@ -67,6 +68,8 @@ def compile_graph(
 
     An error of the policy becomes a callable that raises it when the graph runs.
     """
+    if session.has_model and session.config.dynamic is None:
+        trace_again_with_symbols(gm, sizes_of_lengths(gm))
     if not needs_gradients(inputs):
         erase_notes(gm)
         run_as_operators(gm)

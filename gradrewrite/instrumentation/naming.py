@@ -33,7 +33,11 @@ def name_values(
             first.has_error |= value.has_error
             first.taps += value.taps
             first.identities += value.identities
-    named = {n: value for n, value in enumerate(values) if value.same_as is None and not (value.is_unused_selection or value.loop)}
+    named = {
+        n: value
+        for n, value in enumerate(values)
+        if value.same_as is None and not (value.is_unused_selection or value.loop)
+    }
     names = _Namer(list(named.values()), calls_before, counts)
     return {n: partial(names.site, value) for n, value in named.items()}
 

@@ -391,9 +391,7 @@ def region_call(region: str) -> tuple[ModuleCall, ...]:
     return ((region, f"region {region}", region),) if region else ()
 
 
-def calls_around(
-    node: fx.Node, names: ModuleNames, region: tuple[ModuleCall, ...] = ()
-) -> tuple[ModuleCall, ...]:
+def calls_around(node: fx.Node, names: ModuleNames, region: tuple[ModuleCall, ...] = ()) -> tuple[ModuleCall, ...]:
     """Return the module calls around a node of a Dynamo graph, outermost first."""
     stack = node.meta.get("nn_module_stack", {})
     entries = ((key, path) for key, (path, _) in stack.items() if not names.is_function(key, path))

@@ -185,9 +185,7 @@ def _run_layer(
     if not known.is_marked and call.op is torch.lstm and has_fused_lstm(x, is_projected=call.is_projected):
         tensors = (x, *carries, *call.parameters_of(number))
         train = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return fused_lstm(
-            x, *carries, call.parameters_of(number), is_reversed=known.is_reversed, train=train
-        )
+        return fused_lstm(x, *carries, call.parameters_of(number), is_reversed=known.is_reversed, train=train)
     inputs, invariants = _arguments(call, x, number)
     *results, output = run_loop(*loop, *(own.contiguous() for own in carries), inputs.contiguous(), *invariants)
     return output, *results
@@ -226,6 +224,29 @@ class RecurrentNode:
         node.target = _BY_LOOPS[self.call.op]
 
 
+def sizes_of_lengths(gm: fx.GraphModule) -> list[tuple[int, int]]:
+    """Return the sizes of a Dynamo graph's inputs that are the length of a recurrent layer, as it seems.
+
+    They are pairs of the position of an input and one of its first two dimensions. A length that is the size of the
+    batch too, or 1, is left out.
+    """
+    lengths = set()
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in tuple(_CELLS):
+            call = RecurrentCall.of(node.target, fx.map_arg(_positional(node), lambda n: n.meta["example_value"]))
+            if call is not None:
+                length, batch = (call.x.shape[n] for n in ((1, 0) if call.batch_first else (0, 1)))
+                if isinstance(length, int) and length not in (1, batch):
+                    lengths.add(length)
+    found = []
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
+            sizes = [(dim, size) for dim, size in enumerate(value.shape[:2]) if isinstance(size, int)]
+            found += [(position, dim) for dim, size in sizes if size in lengths]
+    return found
+
+
 def run_as_operators(gm: fx.GraphModule) -> None:
     """Let a Dynamo graph without gradients compute each recurrent layer by one operator."""
     for node in gm.graph.nodes:
@@ -254,7 +275,9 @@ def find_recurrent(gm: fx.GraphModule, calls: Callable[[fx.Node], tuple[ModuleCa
             args = fx.map_arg(_positional(node), lambda n: n.meta["example_value"])
             call = RecurrentCall.of(node.target, args)
             if call is not None:
-                found.append(RecurrentNode(node, call, _loops_of(call, calls(node), source_of(node), fake_result(node))))
+                found.append(
+                    RecurrentNode(node, call, _loops_of(call, calls(node), source_of(node), fake_result(node)))
+                )
     return found
 
 

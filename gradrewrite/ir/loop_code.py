@@ -43,7 +43,9 @@ class LoopCode:
         """Number of outputs of an iteration, carries left out."""
         return len(editing.outputs_of(self.body.graph.output_node())) - self.num_carries
 
-    def results(self, carries: Sequence[Tensor], inputs: Sequence[Tensor], invariants: Sequence[Tensor]) -> list[Tensor]:
+    def results(
+        self, carries: Sequence[Tensor], inputs: Sequence[Tensor], invariants: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Return fake results of one iteration."""
         tensors = [*carries, *(x.select(0, 0) for x in inputs), *invariants]
         return list(self.body(*tensors))
@@ -51,7 +53,9 @@ class LoopCode:
     def run(self, carries: list[Tensor], inputs: list[Tensor], invariants: list[Tensor]) -> list[Tensor]:
         """Run the loop."""
         carries, inputs = [t.contiguous() for t in carries], [t.contiguous() for t in inputs]
-        invariants = [_laid_out(t, wanted) for t, wanted in zip(invariants, self._strides(len(invariants)), strict=True)]
+        invariants = [
+            _laid_out(t, wanted) for t, wanted in zip(invariants, self._strides(len(invariants)), strict=True)
+        ]
         length = len(inputs[0])
         stacks, slots = self._stacks(carries, inputs, invariants, length)
         first = length if self.is_reversed else 0

@@ -76,7 +76,9 @@ class Iterations:
 
     def of(self, length: int) -> list[int]:
         """Return them, for a number of iterations."""
-        return [n for first, last in self.spans for n in range(first, length if last is None else min(last + 1, length))]
+        return [
+            n for first, last in self.spans for n in range(first, length if last is None else min(last + 1, length))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,9 +310,7 @@ class BackwardOutputs:
         return tensors[:packs], tensors[packs:kept], tensors[kept:]
 
 
-def _pack_of_all(
-    pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], length: int, label: str
-) -> Pack:
+def _pack_of_all(pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], length: int, label: str) -> Pack:
     """Return the layout of a pack of a loop, with the keys of all iterations."""
     keys: list[RecordKey] = []
     positions: list[int] = []

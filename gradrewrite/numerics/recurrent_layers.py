@@ -88,9 +88,7 @@ def _run_layer_backward(
     return [found[0], found[5].view_as(h), found[6].view_as(c), *found[1:5]]
 
 
-def _fake_layer_backward(
-    x: Tensor, h: Tensor, c: Tensor, parameters: list[Tensor], *_: Any
-) -> list[Tensor]:
+def _fake_layer_backward(x: Tensor, h: Tensor, c: Tensor, parameters: list[Tensor], *_: Any) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, h, c, *parameters)]
 
 

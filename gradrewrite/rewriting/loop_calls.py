@@ -32,7 +32,13 @@ class LoopCalls:
         count = len(parts.results) - parts.body.num_forward
         results = [self._stack(found, inputs, known, made) for found in parts.results]
         last = [self._last(n, made[n]) for n in range(loop.num_carries)]
-        return [*last, *results[:count], *map(self._in_order, results[count:]), *made, *known[len(known) - self._extra :]]
+        return [
+            *last,
+            *results[:count],
+            *map(self._in_order, results[count:]),
+            *made,
+            *known[len(known) - self._extra :],
+        ]
 
     def split_forward(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Split the results of ``forward``: those of the loop, further outputs, what the backward is given."""

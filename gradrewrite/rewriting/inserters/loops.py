@@ -294,7 +294,6 @@ class _Insertion:
         for site in sites_in(self._loop):
             self._found.anchors[site] = Anchor(calls.get(site.traits.in_forward, calls[True]), -1)
 
-
     def _seen_outside(self, calls: Mapping[bool, str], placed: Placed[PlacedReport]) -> Placed[PlacedReport]:
         """Let a check look at the loop; behind the position of that there is the one in the body."""
         if placed.seen is None:
