@@ -25,6 +25,7 @@ def marks_removed() -> Iterator[None]:
     finally:
         for tensor in _marked:
             vars(tensor).pop(_NAME, None)
+            vars(tensor).pop("_has_dynamo_dim_marking", None)
         _marked.clear()
 
 
@@ -39,10 +40,10 @@ def trace_again_with_symbols(gm: fx.GraphModule, dims: Collection[tuple[int, int
     placeholders = gm.graph.find_nodes(op="placeholder")
     for position, dim in dims:
         tensor = getattr(placeholders[position].meta.get("grapharg"), "example", None)
-        if isinstance(tensor, Tensor) and not hasattr(tensor, _NAME):
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)  # type: ignore[no-untyped-call]
+        if isinstance(tensor, Tensor) and not any(name.startswith("_dynamo_") for name in vars(tensor)):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
             _marked.append(tensor)
         elif isinstance(tensor, Tensor) and any(tensor is known for known in _marked):
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)  # type: ignore[no-untyped-call]
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
     if _marked:
         raise TensorifyScalarRestartAnalysis("gradrewrite: the length of a loop becomes a symbol")

@@ -170,7 +170,12 @@ class _Frames:
         with compile_lock, self._while_tracing() as unguarded:
             self.compiled.add(frame.f_code)
             try:
-                with self._settings(frame.f_code), without_time_steps(), marks_removed(), self._without_guards_on(unguarded):
+                with (
+                    self._settings(frame.f_code),
+                    without_time_steps(),
+                    marks_removed(),
+                    self._without_guards_on(unguarded),
+                ):
                     return self._callback(frame, *args)
             finally:
                 _forget_stacks()

@@ -68,12 +68,9 @@ def compile_graph(
 
     An error of the policy becomes a callable that raises it when the graph runs.
     """
-    if session.has_model and session.config.dynamic is None:
-        trace_again_with_symbols(gm, sizes_of_lengths(gm))
+    _let_lengths_change(session, gm)
     if not needs_gradients(inputs):
-        erase_notes(gm)
-        run_as_operators(gm)
-        return engine.compile_plain(gm, inputs)
+        return _compile_plain(gm, inputs, engine)
     if not session.has_model and dynamo.is_last_compilation():
         _, _, frame = dynamo.current_frame()
         session.warnings.warn_once(
@@ -105,6 +102,18 @@ def compile_graph(
         return _refusing_gradients(run, refused) if refused else run
     except RewriteError as err:
         return _raising(err)
+
+
+def _let_lengths_change(session: Session, gm: fx.GraphModule) -> None:
+    """Have the lengths of loops traced as symbols, unless the user says otherwise."""
+    if session.has_model and session.config.dynamic is None:
+        trace_again_with_symbols(gm, sizes_of_lengths(gm))
+
+
+def _compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
+    erase_notes(gm)
+    run_as_operators(gm)
+    return engine.compile_plain(gm, inputs)
 
 
 def needs_gradients(inputs: Sequence[Any]) -> bool:
@@ -216,7 +225,7 @@ class GraphCompilation:
         return MarkedJointGraph(*given)
 
     def roll(self, gm: fx.GraphModule) -> None:
-        """Ask the policy inside recurrent layers, and let loops compute those in which it acts."""
+        """Ask the policy inside recurrent layers; loops compute those with an action inside."""
         region, session = self.region, self.session
         around = region_call("" if region is None else region.name)
         recurrent = find_recurrent(gm, lambda node: calls_around(node, session.names, around))
@@ -346,7 +355,7 @@ class GraphCompilation:
         assert self.result is not None
         answered = frozenset(found.position for answers in self.result.answers.values() for found in answers)
         named = self.result.sites, self.result.edits, self.result.out_of_reach, str(self.region or ""), answered
-        count = Counter(loss for _, loss in self.result.copies_of_losses.values())
+        count = Counter(loss for _, loss in self.result.copies.values())
         loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
         not_saved = tuple(self.result.saved.not_saved.items())
         return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes, self.engine.name, not_saved)

@@ -49,7 +49,10 @@ class Engine(Protocol):
         """Compile a graph of ATen nodes without gradients; it may write to its inputs."""
 
     def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
-        """Compile the body of a loop, for arguments like these; it takes them in one list, which it may empty."""
+        """Compile the body of a loop, for arguments like these.
+
+        The callable takes them in one list, which it may empty.
+        """
 
 
 @dataclass(frozen=True, slots=True)

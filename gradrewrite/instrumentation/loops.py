@@ -1,4 +1,4 @@
-"""Calls of loops in a Dynamo graph, which AOTAutograd traces as one operator and its backward."""
+"""Calls of loops in a Dynamo graph; AOTAutograd traces each as one operator and its backward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gradrewrite.ir.marked_loops import loop_backward, loop_forward
 
 
 def run_loop(body: fx.GraphModule, key: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Run the loop with a key, whose body this is; see ``Loop``."""
-    results: tuple[Tensor, ...] = _Loop.apply(key, *tensors)
+    """Run the loop with this body and key; see ``Loop``."""
+    results: tuple[Tensor, ...] = _Loop.apply(key, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 

@@ -387,7 +387,7 @@ class _Reader:
 
 
 def region_call(region: str) -> tuple[ModuleCall, ...]:
-    """Return the call of a region, whose forward a graph is; none for ``""``."""
+    """Return the call of a region as a module call; none for ``""``."""
     return ((region, f"region {region}", region),) if region else ()
 
 

@@ -18,7 +18,7 @@ from gradrewrite.numerics.recurrent_layers import OP_RECURRENT, fused_lstm, has_
 
 
 def named(x: Tensor, name: str) -> Tensor:
-    """Name a value of a body, which becomes a site of each iteration."""
+    """Name a value of a body; it becomes a site of each iteration."""
     return x
 
 
@@ -185,7 +185,8 @@ def _run_layer(
     if not known.is_marked and call.op is torch.lstm and has_fused_lstm(x, is_projected=call.is_projected):
         tensors = (x, *carries, *call.parameters_of(number))
         train = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return fused_lstm(x, *carries, call.parameters_of(number), is_reversed=known.is_reversed, train=train)
+        h, c = carries
+        return fused_lstm(x, h, c, call.parameters_of(number), is_reversed=known.is_reversed, train=train)
     inputs, invariants = _arguments(call, x, number)
     *results, output = run_loop(*loop, *(own.contiguous() for own in carries), inputs.contiguous(), *invariants)
     return output, *results

@@ -106,16 +106,16 @@ def with_edits(
     anchors: Mapping[Site, Anchor],
     edits: Iterable[Edit],
     record_nodes: Iterable[fx.Node],
-    copies_of_losses: Mapping[str, tuple[str, int | None]],
+    copies: Mapping[str, tuple[str, int | None]],
     restoring: Collection[str] = (),
 ) -> Provenance:
     """Add the anchors and the inserted nodes of a rewrite; these have the provenance of their site.
 
-    ``copies_of_losses`` has the nodes of the backward of single losses, ``restoring`` those that restore saved tensors;
+    ``copies`` has nodes in the place of others, ``restoring`` those that restore saved tensors;
     see ``RewriteResult``.
     """
     known_origins = {**provenance.origins}
-    for name, (plain, loss) in copies_of_losses.items():  # in the order in which they were inserted
+    for name, (plain, loss) in copies.items():  # in the order in which they were inserted
         known_origins[name] = replace(known_origins[plain], loss=loss)
     provenance = replace(provenance, origins=known_origins)
     known = {  # parameters and inputs, of order -1, belong where their node does

@@ -42,11 +42,6 @@ def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
     return node
 
 
-def rename(node: fx.Node, name: str) -> None:
-    """Give a node the name of one that was erased."""
-    node._rename(name)
-
-
 def rename_inputs(placeholders: Sequence[fx.Node], prefix: str) -> None:
     """Name inputs ``prefix_0``, ``prefix_1``, ..., as AOTAutograd's partitioners know them."""
     for number, node in enumerate(placeholders):

@@ -1,4 +1,4 @@
-"""The code of loops: a body in ATen nodes, which one operator runs once an iteration."""
+"""Code of loops: a body in ATen nodes, and the operator that runs it once an iteration."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class LoopCode:
         return [*last, *kept]
 
     def _strides(self, count: int) -> list[tuple[Any, ...] | None]:
-        """Return the strides of the invariants for which the body was traced; None where nobody knows them."""
+        """Return the strides of invariants in the trace of the body; None where they are not known."""
         nodes = self.body.graph.find_nodes(op="placeholder")
         known = [node.meta["val"].stride() if "val" in node.meta else None for node in nodes[len(nodes) - count :]]
         return known if count else []

@@ -69,7 +69,10 @@ class MeasuredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """The iterations of a loop in which an action acts: first and last one (None: of any length) of each span."""
+    """Iterations of a loop with an action, as spans.
+
+    A span has its first and its last iteration; None stands for the last one of a loop of any length.
+    """
 
     loop: str  # key of its loop
     spans: tuple[tuple[int, int | None], ...]
@@ -145,10 +148,7 @@ class Placed(Generic[_Placed]):
         site = self.site.at_iteration(number)
         before, after = with_label(str(self.site), label), with_label(str(site), label)
         placed = self.map(site, lambda key: replace(key, site=after) if key.site == before else key)
-        seen = self.seen
-        if seen is not None:
-            seen = replace(seen, order=seen.order + (number if site.traits.in_forward else -number) / 2**20)
-        return replace(placed, iterations=None, seen=seen)
+        return replace(placed, iterations=None)
 
 
 PlacedCheck: TypeAlias = Placed[Check[RecordKey]]
@@ -156,16 +156,17 @@ PlacedCheck: TypeAlias = Placed[Check[RecordKey]]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The layout of a packed tensor."""
+    """The layout of a packed tensor.
+
+    Where the records are those of the iterations of a loop, the keys are those of the first iteration of each, and the
+    tensor has all iterations of the first record, then of the second; see ``BackwardOutputs.unrolled``.
+    """
 
     keys: tuple[RecordKey, ...]
     num_skips: int = 0  # how many counts of checks that skip it begins with
     # Whether it has one element more, behind the records: 1 if one of these counts is not 0, else 0. Elsewhere the
     # counts are looked at where somebody wants to know.
     has_verdict: bool = False
-    # Key of the loop in each of whose iterations the records are taken, in their order; the keys are then those of the
-    # first iteration, and the packed tensor has all iterations of the first record, then of the second.
-    loop: str = ""
     positions: tuple[int, ...] | None = None  # of the elements that are records; None if the first ones are
 
 
@@ -194,7 +195,8 @@ class BackwardOutputs:
         """The finite checks, in the order of execution."""
         found = [p for p in self.placed if isinstance(p.report, Check)]
         checks = cast(list[PlacedCheck], found)
-        return tuple(sorted(checks, key=lambda check: 0 if check.seen is None else check.seen.order))
+        positions = {id(check): number for number, check in enumerate(checks)}
+        return tuple(sorted(checks, key=lambda check: _execution_of(check, positions[id(check)])))
 
     @cached_property
     def clips(self) -> tuple[ClipRecords, ...]:
@@ -250,7 +252,7 @@ class BackwardOutputs:
             modes.setdefault(check.report.on_failure, set()).add(check.report.count)
         return {
             mode: tuple(
-                tuple(n for n, key in zip(pack.positions or itertools.count(), pack.keys) if key in keys)
+                tuple(n for n, key in zip(pack.positions or itertools.count(), pack.keys, strict=False) if key in keys)
                 for pack in self.packs
             )
             for mode, keys in modes.items()
@@ -264,14 +266,20 @@ class BackwardOutputs:
     def _known_lengths(self) -> dict[tuple[tuple[str, int], ...], tuple[BackwardOutputs, list[tuple[int, int | None]]]]:
         return {}
 
+    @cached_property
+    def _rolled(self) -> dict[RecordKey, Iterations]:
+        return {key: p.iterations for p in self.placed if p.iterations is not None for key in p.keys}
+
     def unrolled(self, packs: Sequence[Tensor], kept: Sequence[Tensor]) -> tuple[BackwardOutputs, Sequence[Tensor]]:
         """Return the outputs and kept tensors with a report for each iteration of loops.
 
         The lengths of loops are those of the tensors.
         """
+        of_packs = [(own, self._rolled.get(own.keys[0])) for own in self.packs]
         of_kept = [p.iterations for p in self.placed if isinstance(p.report, Kept)]
-        sizes = [(own.loop, len(t) // len(own.keys)) for own, t in zip(self.packs, packs, strict=True) if own.loop]
-        sizes += [(own.loop, len(t)) for own, t in zip(of_kept, kept, strict=True) if own is not None]
+        found = [(its, len(t) // len(own.keys)) for (own, its), t in zip(of_packs, packs, strict=True)]
+        found += zip(of_kept, map(len, kept), strict=True)
+        sizes = [(its.loop, length) for its, length in found if its is not None]
         if not sizes:
             return self, kept
         key = tuple(sorted(set(sizes)))
@@ -283,7 +291,11 @@ class BackwardOutputs:
     def _with_iterations(self, lengths: Mapping[str, int]) -> tuple[BackwardOutputs, list[tuple[int, int | None]]]:
         """Return the outputs for these lengths, and for each kept tensor its position and iteration."""
         first = {key: p for p in self.placed if p.iterations is not None for key in p.keys}
-        packs = [_pack_of_all(own, first, lengths[own.loop], self.label) if own.loop else own for own in self.packs]
+        loops = [self._rolled.get(own.keys[0]) for own in self.packs]
+        packs = [
+            own if its is None else _pack_of_all(own, first, lengths[its.loop], self.label)
+            for own, its in zip(self.packs, loops, strict=True)
+        ]
         of_kept = {id(p): n for n, p in enumerate(p for p in self.placed if isinstance(p.report, Kept))}
         placed: list[Placed[PlacedReport]] = []
         rows: list[tuple[int, int | None]] = []
@@ -308,6 +320,14 @@ class BackwardOutputs:
         """Split the tensors: packs, kept tensors, new states."""
         packs, kept = len(self.packs), len(self.packs) + len(self.kept)
         return tensors[:packs], tensors[packs:kept], tensors[kept:]
+
+
+def _execution_of(check: PlacedCheck, position: int) -> tuple[int, int, int]:
+    """Return the place of a check in the order of execution; the backward of a loop begins with its last iteration."""
+    order, iteration = 0 if check.seen is None else check.seen.order, check.site.iteration
+    if iteration is None:
+        return order, 0, 0
+    return (order, iteration, position) if check.site.traits.in_forward else (order, -iteration, -position)
 
 
 def _pack_of_all(pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], length: int, label: str) -> Pack:

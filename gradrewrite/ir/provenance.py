@@ -39,7 +39,7 @@ class Anchor:
     """The node of a site."""
 
     node: str  # the node that holds the value before anything acts on it
-    order: float  # of the torch-level op that it belongs to, as in ``Origin``; a whole number outside of loops
+    order: int  # of the torch-level op that it belongs to, as in ``Origin``
 
 
 @dataclass(frozen=True, slots=True)

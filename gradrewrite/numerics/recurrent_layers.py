@@ -40,9 +40,9 @@ LIBRARY.define(
 )
 
 
-def _run_layer(x: Tensor, h: Tensor, c: Tensor, parameters: list[Tensor], is_reversed: bool, train: bool) -> Any:  # noqa: FBT001
+def _run_layer(x: Tensor, h: Tensor, c: Tensor, parameters: list[Tensor], is_reversed: bool, train: bool) -> Any:
     given = x, *parameters, h.unsqueeze(0), c.unsqueeze(0)
-    rest = is_reversed, [], _LSTM, h.shape[-1], 1, True, False, False, train
+    rest: tuple[Any, ...] = is_reversed, [], _LSTM, h.shape[-1], 1, True, False, False, train
     with torch.set_grad_enabled(train):  # without it the kernel leaves out the workspace
         output, last_h, last_c, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*given, *rest)
     shown = _shown(workspace, x, h) if train else x.new_empty((len(x), 0), dtype=torch.uint8)
@@ -64,7 +64,7 @@ def _workspace_width(h: Tensor) -> Any:
     return 15 * h.shape[0] * h.shape[1] * h.element_size()
 
 
-def _fake_layer(x: Tensor, h: Tensor, c: Tensor, parameters: list[Tensor], is_reversed: bool, train: bool) -> Any:  # noqa: FBT001
+def _fake_layer(x: Tensor, h: Tensor, c: Tensor, parameters: list[Tensor], is_reversed: bool, train: bool) -> Any:
     output = x.new_empty((*x.shape[:2], h.shape[-1]))
     workspace = x.new_empty((x.shape[0], _workspace_width(h) if train else 0), dtype=torch.uint8)
     return output, torch.empty_like(h), torch.empty_like(c), workspace
@@ -77,13 +77,13 @@ def _run_layer_backward(
     parameters: list[Tensor],
     results: list[Tensor],
     tangents: list[Tensor],
-    is_reversed: bool,  # noqa: FBT001
+    is_reversed: bool,
 ) -> list[Tensor]:
     output, last_h, last_c, workspace = results
     whole = torch.empty(0, dtype=torch.uint8).set_(workspace.untyped_storage())
     states = h.unsqueeze(0), c.unsqueeze(0), output, last_h.unsqueeze(0), last_c.unsqueeze(0)
     seeds = tangents[0], tangents[1].unsqueeze(0), tangents[2].unsqueeze(0)
-    rest = is_reversed, _LSTM, h.shape[-1], 1, True, True, False, [], False, whole
+    rest: tuple[Any, ...] = is_reversed, _LSTM, h.shape[-1], 1, True, True, False, [], False, whole
     found = torch.ops.aten.mkldnn_rnn_layer_backward.default(x, *parameters, *states, *seeds, *rest)
     return [found[0], found[5].view_as(h), found[6].view_as(c), *found[1:5]]
 

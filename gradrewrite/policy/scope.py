@@ -83,6 +83,7 @@ class Context:
     # Of saved tensors.
     forms: str = ""  # all actions there, where they contradict each other
     not_repeatable: str = ""  # the reason why its op cannot be computed again
+    is_in_loop: bool = False  # it is inserted into the body of a loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,18 @@ REFUSALS = (
         "its part by itself: {at.needs_whole}. There may be elementwise actions and functions, CheckFinite, Observe, "
         "and ClipByGlobalNorm (in a group of its own for one gradient)",
         "several-processes",
+    ),
+    Limit(
+        lambda insertion, at: at.is_in_loop and isinstance(insertion.effect, GroupEffect),
+        "{at.site}: {action} acts on several gradients together, and this error is one of each iteration of a loop. Let "
+        "it act at the output of the module, or at gradients",
+        "loops",
+    ),
+    Limit(
+        lambda insertion, at: at.is_in_loop and at.has_states,
+        "{at.site}: {action} keeps states, and would need one for each iteration of the loop. Let it act at the output "
+        "of the module, or write the loop over an nn.LSTMCell, nn.GRUCell or nn.RNNCell",
+        "loops",
     ),
     Limit(
         lambda insertion, at: needs_examples(insertion) and at.tensor_type == "DTensor",

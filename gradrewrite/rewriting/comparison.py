@@ -38,7 +38,7 @@ def rewrite_and_compare(
     after = editing.copy_of(gm)  # as plain as the graph before: AOTAutograd's own has two lists for its inputs
     record_nodes = [node for node in after.graph.nodes if node.name in result.record_nodes]
     provenance = with_edits(
-        provenance, result.anchors, result.edits, record_nodes, result.copies_of_losses, result.saved.restoring
+        provenance, result.anchors, result.edits, record_nodes, result.copies, result.saved.restoring
     )
     plain = JointGraph(before, result.sites, provenance=provenance)
     joint = JointGraph(after, result.sites, result.edits, result.record_nodes, plain, provenance)

@@ -30,6 +30,7 @@ from gradrewrite.rewriting.asking import check_subclasses, possible
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.inserters import (
+    InsertedLoops,
     SavedInsertion,
     SavedRewrite,
     find_saved,
@@ -39,7 +40,6 @@ from gradrewrite.rewriting.inserters import (
     insert_in_loops,
     weigh_losses,
 )
-from gradrewrite.rewriting.inserters.loops import InsertedLoops
 from gradrewrite.rewriting.insertion_points import FoundPoints, InsertionPoint, anchors_of, find_insertion_points
 from gradrewrite.rewriting.loss_weighing import SeparatedPlan, take_apart
 from gradrewrite.rewriting.lowering import Group, InsertionPlan, lower
@@ -261,7 +261,7 @@ def _result(rewrite: _Rewrite, *, assumes: bool) -> RewriteResult:
         live=live,
         out_of_reach=rewrite.out_of_reach,
         assumes=assumes,
-        copies_of_losses={} if losses is None else losses.copies,
+        copies={name: (of, None) for name, of in rewrite.loops.replaced.items()} | (losses.copies if losses else {}),
         refused_outputs=losses.losses.others if losses is not None and rewrite.separated.weighings else frozenset(),
         notes=tuple(rewrite.notes),
         saved=rewrite.kept,

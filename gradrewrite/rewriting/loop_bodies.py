@@ -55,7 +55,8 @@ class JointBody:
             value = fake_tensors.fake_like(placeholders[0].meta["val"], torch.zeros((), dtype=torch.int64))
             self.num_inputs += 1
             return editing.input_behind(placeholders[self.num_moving - 2], "primals_iteration", value)
-        return placeholders[self.num_moving - 1]
+        node: fx.Node = placeholders[self.num_moving - 1]
+        return node
 
 
 def trace_body(loop: Loop, given: Sequence[Tensor], wanted: Collection[int]) -> JointBody:
@@ -158,7 +159,7 @@ def _forward_alone(body: JointBody, hoisted: fx.GraphModule, engine: str) -> Loo
 
 
 def _hoist(gm: fx.GraphModule, num_moving: int, num_tangents: int) -> fx.GraphModule:
-    """Take out what depends on invariants alone; it becomes further invariants, before the tangents."""
+    """Take out the nodes on invariants alone; their values become further invariants, before the tangents."""
     graph = gm.graph
     placeholders = graph.find_nodes(op="placeholder")
     count = len(placeholders) - num_tangents
@@ -167,12 +168,15 @@ def _hoist(gm: fx.GraphModule, num_moving: int, num_tangents: int) -> fx.GraphMo
     of_fixed = reached_from(graph, fixed)
     taken = [node for node in graph.nodes if node.op == "call_function" and node in of_fixed and node not in moving]
     needed = [node for node in taken if any(user in moving or user.op == "output" for user in node.users)]
-    outer, copies = fx.Graph(), {}
+    outer = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in fixed:
         copies[node] = outer.placeholder(node.name)
-    for node in taken:
-        copies[node] = outer.node_copy(node, lambda n: copies[n])
+    for node in graph.nodes:  # constants are copied too
+        if node.op == "call_function" and (node in of_fixed or not node.all_input_nodes) and node not in moving:
+            copies[node] = outer.node_copy(node, lambda n: copies[n])
     outer.output(tuple(copies[node] for node in needed))
+    outer.eliminate_dead_code()
     last = placeholders[count - 1]
     for number, node in enumerate(needed):
         last = editing.input_instead(node, f"primals_{count + number}", last)
@@ -181,7 +185,7 @@ def _hoist(gm: fx.GraphModule, num_moving: int, num_tangents: int) -> fx.GraphMo
 
 
 def _express_sizes(backward: fx.GraphModule, num_tangents: int) -> None:
-    """Let a backward read symbolic sizes off its inputs, which are tensors alone then."""
+    """Let a backward read symbolic sizes off its inputs, so that all inputs are tensors."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     tensors = [node for node in placeholders if isinstance(node.meta["val"], Tensor)]
     for node in placeholders:
@@ -237,11 +241,7 @@ def _cut_forward(
         return found
 
     own_results = [placed_result(node) for node in results]
-    saved: list[tuple[Given, int]] = []
-    if backward is not None:
-        by_name = {node.name: node for node in (*placeholders, *outputs) if isinstance(node, fx.Node)}
-        of_backward = backward.graph.find_nodes(op="placeholder")
-        saved = [place(by_name[node.name]) for node in of_backward[: len(of_backward) - len(body.floating)]]
+    saved = [place(node) for node in _saved_by(forward, backward, len(body.floating))]
     editing.return_instead(graph, [*carried, *stacks])
     reads = [n - num_moving for n, node in enumerate(placeholders) if n >= num_moving and node.users]
     for n, node in enumerate(placeholders):
@@ -252,8 +252,21 @@ def _cut_forward(
     return LoopParts(body, hoisted, code, None, num_hoisted, reads, own_results, saved)
 
 
+def _saved_by(forward: fx.GraphModule, backward: fx.GraphModule | None, num_tangents: int) -> list[fx.Node]:
+    """Return the nodes of a forward that a backward reads, in the order of its inputs."""
+    if backward is None:
+        return []
+    known = [*forward.graph.find_nodes(op="placeholder"), *editing.outputs_of(forward.graph.output_node())]
+    by_name = {node.name: node for node in known if isinstance(node, fx.Node)}
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    return [by_name[node.name] for node in placeholders[: len(placeholders) - num_tangents]]
+
+
 def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphModule, engine: str) -> None:
-    """Cut a backward's body: what only gradients of invariants need is computed behind the loop, for all iterations."""
+    """Cut the body of the backward in two.
+
+    Nodes for gradients of invariants alone are computed behind the loop, for all iterations.
+    """
     body, loop, graph = parts.body, parts.body.loop, backward.graph
     placeholders, outputs = graph.find_nodes(op="placeholder"), editing.outputs_of(graph.output_node())
     num_saved = len(placeholders) - len(body.floating)
@@ -271,7 +284,8 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
     moving = [n for n, (kind, _) in enumerate(parts.saved) if kind != "invariant"]
     still = [n for n in range(num_saved) if n not in moving]
     fixed = {saved[n] for n in still}
-    inner, copies = fx.Graph(), {}
+    inner = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in (*tangents, *(saved[n] for n in moving), *(saved[n] for n in still)):
         copies[node] = inner.placeholder(node.name)
         copies[node].meta = dict(node.meta)
@@ -332,10 +346,10 @@ class _Value:
     tensor: Tensor
     how: Literal["stack", "sum", "fixed"]
 
-    def summed(self, length: int | torch.SymInt) -> Tensor:
+    def summed(self, length: Any) -> Tensor:
         if self.how == "stack":
             return self.tensor.sum(0)
-        return self.tensor if self.how == "sum" else self.tensor * length
+        return self.tensor if self.how == "sum" else self.tensor.mul(length)
 
 
 def _over_time(node: fx.Node, known: dict[fx.Node, _Value]) -> _Value:
@@ -349,8 +363,8 @@ def _over_time(node: fx.Node, known: dict[fx.Node, _Value]) -> _Value:
         product = left.permute(1, 0, 2).reshape(left.shape[1], -1) @ right.reshape(-1, right.shape[2])
         return _Value(product, "sum")
     if target is aten.sum.dim_IntList and kinds == {"stack"} and given[0] is not None:
-        stack, dims, keeps = given[0].tensor, node.args[1], len(node.args) > 2 and node.args[2]
-        assert isinstance(dims, list | tuple)
+        stack, keeps = given[0].tensor, len(node.args) > 2 and node.args[2]
+        dims: Any = node.args[1]
         summed = stack.sum([0, *(d % (stack.dim() - 1) + 1 for d in dims)], keepdim=bool(keeps))
         return _Value(summed.squeeze(0) if keeps else summed, "sum")
     if "stack" not in kinds and ("sum" not in kinds or (target in _LINEAR and len(kinds) == 1)):

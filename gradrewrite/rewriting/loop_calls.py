@@ -41,18 +41,19 @@ class LoopCalls:
         ]
 
     def split_forward(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Split the results of ``forward``: those of the loop, further outputs, what the backward is given."""
+        """Split the results of ``forward``: of the loop, further outputs, inputs of the backward."""
         first, second = self.parts.body.num_results, self.parts.body.num_results + self.parts.body.num_forward
         return list(values[:first]), list(values[first:second]), list(values[second:])
 
     def backward(self, *tensors: Tensor) -> list[Tensor]:
-        """Run the backward on gradients of the results, arguments of the loop, and what ``forward`` hands on.
+        """Run the backward on gradients of the results, arguments of the loop, and the last results of ``forward``.
 
         Returns the gradients of the wanted arguments, then further outputs in the order of the forward's execution.
         """
         parts, body, loop = self.parts, self.parts.body, self.parts.body.loop
         code = parts.backward
-        assert code is not None and parts.tail is not None
+        assert code is not None
+        assert parts.tail is not None
         tangents, rest = tensors[: len(body.floating)], tensors[len(body.floating) :]
         given, made = rest[: len(rest) - self._num_made], list(rest[len(rest) - self._num_made :])
         inputs, invariants = self._counted(loop.split(given)[1]), loop.split(given)[2]

@@ -30,8 +30,9 @@ class RewriteResult:
     # Whether an action assumes something of a size that depends on data. Such an assumption becomes part of the code of
     # the forward and the backward, but not of the key under which Inductor stores that code.
     assumes: bool
-    # Nodes of the backward of single losses, by name; see ``LossGradients.copies``.
-    copies_of_losses: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    # Nodes in the place of others, by name, with the number of a loss: of the backward of single losses (see
+    # ``LossGradients.copies``), and the code of loops.
+    copies: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     refused_outputs: frozenset[int] = frozenset()  # of the Dynamo graph: those may receive no gradient
     notes: tuple[str, ...] = ()  # for warnings
     saved: SavedRewrite = field(default_factory=SavedRewrite)

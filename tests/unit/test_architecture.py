@@ -157,7 +157,7 @@ def test_modules_of_the_rewrite_import_25_others_at_most() -> None:
 
 
 @pytest.mark.pure
-def test_the_result_of_a_rewrite_has_40_fields_at_most() -> None:
+def test_the_result_of_a_rewrite_has_few_fields() -> None:
     found: dict[type, int] = {}
 
     def visit(annotation: object) -> None:
@@ -174,7 +174,7 @@ def test_the_result_of_a_rewrite_has_40_fields_at_most() -> None:
     visit(RewriteResult)
 
     assert {kind.__name__ for kind in found} >= {"RewriteResult", "BackwardOutputs", "Placed", "Pack", "SavedRewrite"}
-    assert sum(found.values()) <= 40
+    assert sum(found.values()) <= 45  # 5 of them for loops
 
 
 @pytest.mark.pure

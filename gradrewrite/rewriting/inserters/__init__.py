@@ -2,13 +2,14 @@
 
 from gradrewrite.rewriting.inserters.averages import insert_averages
 from gradrewrite.rewriting.inserters.group import insert_group
-from gradrewrite.rewriting.inserters.loops import insert_in_loops
+from gradrewrite.rewriting.inserters.loops import InsertedLoops, insert_in_loops
 from gradrewrite.rewriting.inserters.losses import weigh_losses
 from gradrewrite.rewriting.inserters.parts import insert_at_part
 from gradrewrite.rewriting.inserters.saved import SavedInsertion, SavedRewrite, find_saved
 from gradrewrite.rewriting.inserters.single import insert
 
 __all__ = [
+    "InsertedLoops",
     "SavedInsertion",
     "SavedRewrite",
     "find_saved",

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import fake_tensors
-from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import OP_LOOP, LoopCode
@@ -25,11 +24,12 @@ from gradrewrite.ir.reports import Kept
 from gradrewrite.policy.insertions import Insertion, Omitted
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured, sampled
+from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.config import RewriteConfig
-from gradrewrite.rewriting.insertion_points import InsertionPoint
-from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.forward_values import ForwardValues
+from gradrewrite.rewriting.inserters.single import insert
+from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loop_bodies import LoopParts, partition, trace_body
 from gradrewrite.rewriting.loop_calls import LoopCalls, flat
 from gradrewrite.sites import Kind, Site
@@ -59,6 +59,7 @@ class InsertedLoops:
     anchors: dict[Site, Anchor] = field(default_factory=dict)
     codes: list[LoopCode] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)  # that carry records out of the graph
+    replaced: dict[str, str] = field(default_factory=dict)  # by new node: the operator in whose place it is
 
 
 def insert_in_loops(
@@ -92,7 +93,7 @@ def _classes(
 ) -> list[_Class]:
     numbers: dict[Hashable, list[int]] = {}
     length = fake_tensors.hint_of(loop.length)
-    known = {}
+    known: dict[Hashable, tuple[Insertion, ...]] = {}
     for n in range(length):
         found = sampled(answers[loop.site(name, kind, n)], measured)
         key = tuple((one.position, one.insertion.rule, one.insertion.key) for one in found)
@@ -159,9 +160,6 @@ class _Insertion:
                     point = InsertionPoint(own.site, node, marker, order[marker], marker=marker)
                     point.value = None if forward is None else forward.all_input_nodes[0]
                     self._insert(own, point)
-        if self._canvas.packing.states:
-            key = next(iter(self._canvas.packing.states))
-            raise PolicyError(f"{key}: a gr.State inside a loop over time is not supported yet")
         packs = self._add_records()
         kept = self._add_kept()
         self._canvas.erase_unused()
@@ -173,7 +171,11 @@ class _Insertion:
         canvas, packing = self._canvas, self._canvas.packing
         before, num_placed, num_records = point.node, len(packing.placed), len(packing.records)
         num_edits = len(canvas.edits)
+        for insertion in own.insertions:
+            refuse(insertion, Context(own.site, is_in_loop=True))
         insert(canvas, point, own.insertions)
+        if packing.states:
+            refuse(own.insertions[0], Context(own.site, is_in_loop=True, has_states=True))
         for number in range(num_placed, len(packing.placed)):
             packing.placed[number] = replace(packing.placed[number], iterations=own.iterations)
         self._edits += ((own, edit) for edit in canvas.edits[num_edits:])
@@ -214,7 +216,7 @@ class _Insertion:
             (node,), _ = editing.compute(body.graph, _packed, nodes, body.graph.output_node(), tag)
             keys = tuple(key for record in records for key in record.keys)
             skips = sum(len(record.keys) for record in records if record.skips)
-            found.append((Pack(keys, skips, loop=self._loop.key), is_forward))
+            found.append((Pack(keys, skips), is_forward))
             self._add_output(node, is_forward=is_forward)
         return found
 
@@ -252,7 +254,7 @@ class _Insertion:
         _replace_results(forward, results)
         outputs = {True: further, False: []}
         self._found.codes.append(parts.forward)
-        calls = {True: _renamed(new, forward.name)}
+        calls = {True: self._note(new, forward)}
         if backward is not None:
             values = ForwardValues(graph)
             tangents: list[fx.Node] = backward.args[1]  # type: ignore[assignment]
@@ -264,7 +266,7 @@ class _Insertion:
             outputs[False] = nodes[len(self._body.wanted) :]
             assert parts.backward is not None
             self._found.codes.append(parts.backward)
-            calls[False] = _renamed(new, backward.name)
+            calls[False] = self._note(new, backward)
         self._report(packs, kept, outputs, calls)
 
     def _report(
@@ -282,6 +284,7 @@ class _Insertion:
             (node,), new = editing.compute(outer.graph, flat, [stack], stack.next, tag)
             of_packs.append((pack, node, is_forward))
             self._found.nodes += (node.name for node in new)
+            self._found.replaced |= {node.name: calls[is_forward] for node in new}
         of_kept = [next(left[is_forward]) for is_forward in kept]
         outer.packing.add_loop(map(partial(self._seen_outside, calls), self._canvas.packing.placed), of_packs, of_kept)
         for own, edit in self._edits:
@@ -294,23 +297,21 @@ class _Insertion:
         for site in sites_in(self._loop):
             self._found.anchors[site] = Anchor(calls.get(site.traits.in_forward, calls[True]), -1)
 
+    def _note(self, new: Sequence[fx.Node], replaced: fx.Node) -> str:
+        """Note new nodes and the operator that they replace; return the name of the call of the loop among them."""
+        self._found.replaced |= {node.name: replaced.name for node in new}
+        (call,) = (node for node in new if node.target is OP_LOOP)
+        return call.name
+
     def _seen_outside(self, calls: Mapping[bool, str], placed: Placed[PlacedReport]) -> Placed[PlacedReport]:
-        """Let a check look at the loop; behind the position of that there is the one in the body."""
+        """Let a check look at the loop."""
         if placed.seen is None:
             return placed
         is_forward = placed.site.traits.in_forward
-        order = self._orders[is_forward] + placed.seen.order / 2**40
-        return replace(placed, seen=Anchor(calls[is_forward], order))
+        return replace(placed, seen=Anchor(calls[is_forward], self._orders[is_forward]))
 
 
 _OF_CHECKPOINTS = ("recompute", "ac_graph_id", "has_backward_hook")
-
-
-def _renamed(new: Sequence[fx.Node], name: str) -> str:
-    """Name the call of the loop among new nodes as the operator in whose place it is."""
-    (node,) = (node for node in new if node.target is OP_LOOP)
-    editing.rename(node, name)
-    return node.name
 
 
 def _replace_results(operator_node: fx.Node, results: Sequence[fx.Node]) -> None:
