@@ -15,14 +15,15 @@ from torch import nn
 
 from gradrewrite._compat import dynamo, nn_modules
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
+from gradrewrite.instrumentation.recurrent import MASKED, PACKED
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, TraceError
 from gradrewrite.instrumentation.source_locations import last_line_in, user_line
 
 # What torch's text says, what that means, and what to do.
 _REASONS: tuple[tuple[str, str, str], ...] = (
-    ("RNN, GRU, or LSTM", "torch.compile does not trace nn.LSTM, nn.GRU and nn.RNN",
-     "loop over an nn.LSTMCell or nn.GRUCell, whose time steps are then sites; set torch._dynamo.config.allow_rnn = "
-     "True, which makes each of them one op;"),
+    ("packed_sequence", PACKED, MASKED),
+    ("pack_padded_sequence", PACKED, MASKED),
+    ("pack_sequence", PACKED, MASKED),
     ("Data-dependent branching", "a branch depends on the values of a tensor",
      "select with torch.where, compute the condition outside of the model and pass it in,"),
     ("builtin operator `print`", "a traced model cannot print",

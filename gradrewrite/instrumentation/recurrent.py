@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from gradrewrite.errors import GraphBreakError
 from gradrewrite.instrumentation.loops import run_loop
 from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir.marked_loops import Loop, find_loop
@@ -275,11 +276,18 @@ def find_recurrent(gm: fx.GraphModule, calls: Callable[[fx.Node], tuple[ModuleCa
         if node.op == "call_function" and any(node.target is op for op in _CELLS):
             args = fx.map_arg(_positional(node), lambda n: n.meta["example_value"])
             call = RecurrentCall.of(node.target, args)
-            if call is not None:
-                found.append(
-                    RecurrentNode(node, call, _loops_of(call, calls(node), source_of(node), fake_result(node)))
-                )
+            if call is None:
+                raise GraphBreakError(f"{PACKED}\n  {source_of(node)}\n  {MASKED[0].upper()}{MASKED[1:-1]}")
+            found.append(RecurrentNode(node, call, _loops_of(call, calls(node), source_of(node), fake_result(node))))
     return found
+
+
+PACKED = "a PackedSequence has sizes that depend on the values of a tensor"
+MASKED = (
+    "give the layer the padded sequences, and mask its output: y * (torch.arange(y.shape[1]) < lengths[:, None])"
+    "[..., None]; the last state of a sequence is its output at lengths - 1, and gradients are those of the packed "
+    "form (docs/loops.md);"
+)
 
 
 def fake_result(node: fx.Node) -> Tensor:

@@ -11,6 +11,7 @@ from torch import fx
 
 from gradrewrite._utils.formatting import plain_table
 from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.loop_code import OP_LOOP, code_of
 from gradrewrite.ir.provenance import Provenance
 from gradrewrite.sites import Site
 
@@ -68,7 +69,16 @@ class JointGraph:
             assigned = _ASSIGNED.match(text)
             mark = marks.get(assigned[1]) if assigned else None
             lines.append(f"{text}  # {mark}" if mark else text)
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *self._bodies()]) + "\n"
+
+    def _bodies(self) -> list[str]:
+        """The bodies of loops as Python, each below a line with the node that runs it."""
+        lines = []
+        for node in self.graph_module.graph.find_nodes(op="call_function", target=OP_LOOP):
+            body = code_of(node).body.print_readable(print_output=False).splitlines()
+            kept = [_DELETED.sub("", line.rstrip()) for line in body if not _OWN_LINE.match(line)]
+            lines += ["", f"# {node.name} runs once an iteration:", *kept]
+        return lines
 
     def diff(self) -> str:
         """Return a unified diff of the code before and after the rewrite, and a table of the edits by action.

@@ -175,6 +175,11 @@ def code_of(node: fx.Node) -> LoopCode:
     return _codes[str(node.args[1])]
 
 
+def hold_code(node: fx.Node) -> None:
+    """Keep the code of a node alive as long as the node, and its copies."""
+    node.meta["loop"] = code_of(node)
+
+
 def call(code: LoopCode, carries: Sequence[Any], inputs: Sequence[Any], invariants: Sequence[Any]) -> Any:
     """Call the operator ``loop``."""
     return OP_LOOP([*carries, *inputs, *invariants], code.key)

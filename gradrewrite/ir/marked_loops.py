@@ -128,6 +128,13 @@ def find_loop(key: str) -> Loop:
     return _loops[key]
 
 
+def hold_loops(graph: fx.Graph) -> None:
+    """Keep the loops of a graph alive as long as its nodes, and their copies."""
+    for target in (loop_forward, loop_backward):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.meta["loop"] = loop_of(node)
+
+
 def loop_of(node: fx.Node) -> Loop:
     """Return the loop of a node that calls one of the operators."""
     return _loops[str(node.args[-1])]

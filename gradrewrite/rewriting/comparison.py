@@ -9,6 +9,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.attribution import read_provenance, with_edits
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.marked_loops import hold_loops
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
@@ -30,6 +31,7 @@ def rewrite_and_compare(
     gm = marked.graph.owning_module
     assert gm is not None
     provenance = read_provenance(marked)
+    hold_loops(marked.graph)
     before = editing.copy_of(gm)
     editing.erase_markers(before.graph)
     before.recompile()  # the copy had the markers

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
-from gradrewrite.ir.loop_code import OP_LOOP, LoopCode
+from gradrewrite.ir.loop_code import OP_LOOP, LoopCode, hold_code
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward, loop_of
 from gradrewrite.ir.markers import read_markers
@@ -301,6 +301,7 @@ class _Insertion:
         """Note new nodes and the operator that they replace; return the name of the call of the loop among them."""
         self._found.replaced |= {node.name: replaced.name for node in new}
         (call,) = (node for node in new if node.target is OP_LOOP)
+        hold_code(call)
         return call.name
 
     def _seen_outside(self, calls: Mapping[bool, str], placed: Placed[PlacedReport]) -> Placed[PlacedReport]:
