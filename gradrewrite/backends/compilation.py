@@ -40,6 +40,7 @@ from gradrewrite.ir import editing, encoded_nodes, partitioning
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.loop_code import LoopCode
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.values import Value
@@ -48,7 +49,7 @@ from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.comparison import rewrite_and_compare
 from gradrewrite.rewriting.function_values import FunctionValues
-from gradrewrite.rewriting.inserters.loops import is_acting, sites_in
+from gradrewrite.rewriting.inserters.loops import is_acting, run_loops_in, sites_in
 from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.rewriting.joint import rewrite_joint_graph
 from gradrewrite.rewriting.result import RewriteResult
@@ -185,6 +186,7 @@ class GraphCompilation:
     forwards: PendingForwards | None = None  # None where nothing is checked
     asked: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
     loops: tuple[Loop, ...] = ()  # in the order of the forward
+    codes: tuple[LoopCode, ...] = ()  # their bodies
     calls_before: Mapping[str, int] = field(default_factory=dict)  # in other graphs of the forward, by name
     part: PartOfForward | None = None  # None for a graph of a whole call of the model, or of a region
     written: Collection[str] = ()  # names of the inputs of the joint graph that are buffers and are written
@@ -226,6 +228,9 @@ class GraphCompilation:
 
     def roll(self, gm: fx.GraphModule) -> None:
         """Ask the policy inside recurrent layers; loops compute those with an action inside."""
+        if not torch.is_grad_enabled():
+            run_as_operators(gm)
+            return
         region, session = self.region, self.session
         around = region_call("" if region is None else region.name)
         recurrent = find_recurrent(gm, lambda node: calls_around(node, session.names, around))
@@ -243,6 +248,8 @@ class GraphCompilation:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""
         if not aot_autograd.has_gradients(graph):
             editing.erase_markers(graph)  # no backward, or the body of a higher-order op
+            self.codes = run_loops_in(self.marked(graph), self.session.config)
+            self._compile_bodies()
             return
         assert graph.owning_module is not None
         config, graphs, num_nodes = self.session.config, self.session.graphs, len(graph.nodes)
@@ -257,8 +264,8 @@ class GraphCompilation:
             )
             shown = JointGraph(graph.owning_module, result.sites, result.edits, result.record_nodes)
         self.result = result
-        for code in result.loops:
-            code.compile = self.engine.compile_body
+        self.codes = result.loops
+        self._compile_bodies()
         logger.info("rewriting: %d edits, %d nodes; compiling (%s)", len(result.edits), num_nodes, self.engine.name)
         self.written = self._written_buffers(graph)
         self.live = self._live_tensors(result)
@@ -270,6 +277,12 @@ class GraphCompilation:
                 inductor.replace_random(replay_graph.graph)
             self.forwards = PendingForwards(replay_graph)
         self.report()
+
+    def _compile_bodies(self) -> None:
+        """Let the engine run the bodies of loops, which live as long as the session."""
+        self.session.codes |= set(self.codes)
+        for code in self.codes:
+            code.compile = self.engine.compile_body
 
     def _live_tensors(self, result: RewriteResult) -> LiveTensors | None:
         """Watch the user's tensors, not those of states and schedules."""

@@ -15,8 +15,8 @@ from torch import nn
 
 from gradrewrite._compat import dynamo, nn_modules
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
-from gradrewrite.instrumentation.recurrent import MASKED, PACKED
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, TraceError
+from gradrewrite.instrumentation.recurrent import MASKED, PACKED
 from gradrewrite.instrumentation.source_locations import last_line_in, user_line
 
 # What torch's text says, what that means, and what to do.

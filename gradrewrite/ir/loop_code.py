@@ -47,7 +47,7 @@ class LoopCode:
         self, carries: Sequence[Tensor], inputs: Sequence[Tensor], invariants: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return fake results of one iteration."""
-        tensors = [*carries, *(x.select(0, 0) for x in inputs), *invariants]
+        tensors = [*carries, *(x.new_empty(x.shape[1:]) for x in inputs), *invariants]
         return list(self.body(*tensors))
 
     def run(self, carries: list[Tensor], inputs: list[Tensor], invariants: list[Tensor]) -> list[Tensor]:

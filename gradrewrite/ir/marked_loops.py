@@ -102,7 +102,7 @@ def _backward(tensors: list[Tensor], tangents: list[Tensor], wanted: list[int], 
 def _fake_forward(tensors: list[Tensor], key: str) -> list[Tensor]:
     loop = _loops[key]
     carries, inputs, invariants = loop.split(tensors)
-    results = loop.body(*carries, *(x.select(0, 0) for x in inputs), *invariants)
+    results = loop.body(*carries, *(x.new_empty(x.shape[1:]) for x in inputs), *invariants)
     number, length = len(carries), inputs[0].shape[0]
     stacks = [out.new_empty((length, *out.shape)) for out in results[number:]]
     return [*(torch.empty_like(out, memory_format=torch.contiguous_format) for out in results[:number]), *stacks]

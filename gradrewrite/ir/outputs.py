@@ -278,7 +278,7 @@ class BackwardOutputs:
         of_packs = [(own, self._rolled.get(own.keys[0])) for own in self.packs]
         of_kept = [p.iterations for p in self.placed if isinstance(p.report, Kept)]
         found = [(its, len(t) // len(own.keys)) for (own, its), t in zip(of_packs, packs, strict=True)]
-        found += zip(of_kept, map(len, kept), strict=True)
+        found += [(its, 0 if its is None else len(t)) for its, t in zip(of_kept, kept, strict=True)]
         sizes = [(its.loop, length) for its, length in found if its is not None]
         if not sizes:
             return self, kept

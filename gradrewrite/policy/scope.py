@@ -127,8 +127,8 @@ REFUSALS = (
     ),
     Limit(
         lambda insertion, at: at.is_in_loop and isinstance(insertion.effect, GroupEffect),
-        "{at.site}: {action} acts on several gradients together, and this error is one of each iteration of a loop. Let "
-        "it act at the output of the module, or at gradients",
+        "{at.site}: {action} acts on several gradients together, and each iteration of this loop has one by itself. "
+        "Let it act at the output of the module, or at gradients",
         "loops",
     ),
     Limit(

@@ -101,6 +101,11 @@ def _from_replays(
     if not roots:
         return analyse_checks(step, graphs, modes, _ELSEWHERE if any(map(_averages, graphs)) else _DID_NOT_FAIL)
     _, number, root = roots[0]
+    inside = _first_inside(graphs[number], modes, root)
+    if inside is not None:
+        error = analyse_checks(step, graphs, modes)
+        error.op, error.source = inside.name, inside.source
+        return error
     seen = sorted(((position(n, s), n, s) for n, e in enumerate(results) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
     first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), None)
@@ -122,6 +127,16 @@ def _from_replays(
         note=f"{stale} was overwritten since the forward: figures that rest on it are those of now" if stale else "",
         rank=this_rank(),
     )
+
+
+def _first_inside(graph: CheckedGraph, modes: Collection[str], root: RootCause) -> Site | None:
+    """Return the site of the first failed check inside a loop that ran before a root cause."""
+    if graph.snapshot is None:
+        return None
+    order = {node.name: n for n, node in enumerate(graph.snapshot.replay_graph.graph.graph.nodes)}
+    failed = [c for c in graph.failed(modes) if c.site.iteration is not None and c.seen is not None]
+    sites = [c.site for c in failed if c.seen is not None and order.get(c.seen.node, root.order + 1) <= root.order]
+    return sites[0] if sites else None
 
 
 def _counts(root: RootCause, number: int, last: int) -> bool:

@@ -313,6 +313,8 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
     parts.further_at = [positions[node] for node in further]
     order = [saved[n] for n in (*moving, *still)]
 
+    summable = _summable(tail, of_invariants, {node for node in read if node in fixed})
+
     def behind(given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
         known: dict[fx.Node, _Value] = {}
         for node in read:
@@ -322,7 +324,7 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
             else:
                 known[node] = _Value(made[positions[node]], "stack")
         for node in tail:
-            known[node] = _over_time(node, known)
+            known[node] = _over_time(node, known, may_sum=node in summable)
         return [known[node].summed(made[0].shape[0]) for node in of_invariants]
 
     parts.tail = behind
@@ -352,25 +354,42 @@ class _Value:
         return self.tensor if self.how == "sum" else self.tensor.mul(length)
 
 
-def _over_time(node: fx.Node, known: dict[fx.Node, _Value]) -> _Value:
+def _summable(tail: Sequence[fx.Node], results: Collection[fx.Node], fixed: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes of the tail that may be summed over the iterations: what follows is linear in each alone."""
+    constant = set(fixed)
+    for node in tail:
+        if constant.issuperset(node.all_input_nodes):
+            constant.add(node)
+    found: set[fx.Node] = set()
+    for node in reversed(tail):
+        users = [user for user in node.users if user.op != "output"]
+        is_linear = all(
+            u in found and u.target in _LINEAR and constant.issuperset({*u.all_input_nodes} - {node}) for u in users
+        )
+        if is_linear and (users or node in results):
+            found.add(node)
+    return found
+
+
+def _over_time(node: fx.Node, known: dict[fx.Node, _Value], *, may_sum: bool) -> _Value:
     """Compute a node of the tail for all iterations at once."""
     given = [known.get(a) if isinstance(a, fx.Node) else None for a in node.args]
     kinds = {value.how for value in known_inputs(node, known)}
     target: Any = node.target
-    if target is aten.mm.default and kinds == {"stack"}:
+    if may_sum and target is aten.mm.default and kinds == {"stack"}:
         left, right = (value.tensor for value in given if value is not None)
         # [T, m, B] and [T, B, n]: one product of [m, T B] and [T B, n]
         product = left.permute(1, 0, 2).reshape(left.shape[1], -1) @ right.reshape(-1, right.shape[2])
         return _Value(product, "sum")
-    if target is aten.sum.dim_IntList and kinds == {"stack"} and given[0] is not None:
+    if may_sum and target is aten.sum.dim_IntList and given[0] is not None and kinds == {"stack"}:
         stack, keeps = given[0].tensor, len(node.args) > 2 and node.args[2]
         dims: Any = node.args[1]
         summed = stack.sum([0, *(d % (stack.dim() - 1) + 1 for d in dims)], keepdim=bool(keeps))
         return _Value(summed.squeeze(0) if keeps else summed, "sum")
-    if "stack" not in kinds and ("sum" not in kinds or (target in _LINEAR and len(kinds) == 1)):
+    if "stack" not in kinds:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n].tensor)
         return _Value(target(*args, **kwargs), "sum" if "sum" in kinds else "fixed")
-    assert "sum" not in kinds, f"{node.format_node()} is not linear"
+    assert "sum" not in kinds, f"{node.format_node()} follows a sum"
     inputs = node.all_input_nodes
 
     def one(*values: Tensor) -> Tensor:
@@ -388,10 +407,10 @@ def known_inputs(node: fx.Node, known: dict[fx.Node, _Value]) -> list[_Value]:
     return [known[n] for n in node.all_input_nodes]
 
 
-_LINEAR = frozenset((
+_LINEAR = frozenset((  # in each of their arguments, the others fixed
     aten.t.default, aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
     aten.clone.default, aten.alias.default, aten._unsafe_view.default, aten.squeeze.dim, aten.unsqueeze.default,
-    aten.add.Tensor, aten.neg.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,
+    aten.neg.default, aten.mul.Tensor, torch.ops.prims.convert_element_type.default,
 ))  # fmt: skip
 
 

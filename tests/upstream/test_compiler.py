@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,16 @@ from torch.fx.graph_module import _loader
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from gradrewrite._compat import aot_autograd, autograd, dynamo, dynamo_cache, dynamo_returns, inductor, make_fx
+from gradrewrite._compat import (
+    aot_autograd,
+    autograd,
+    dynamic_sizes,
+    dynamo,
+    dynamo_cache,
+    dynamo_returns,
+    inductor,
+    make_fx,
+)
 from gradrewrite.ir import markers
 
 from models.buffers import Net as BufferNet
@@ -303,13 +312,54 @@ def with_extra_output(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return aot_autograd.boxed(lambda args: (*boxed(args), torch.ones(1)))
 
 
-@pytest.mark.slow
-def test_an_lstm_whose_input_needs_no_gradient_cannot_be_trained_on_the_cpu() -> None:
-    lstm = nn.LSTM(3, 4)
-    with torch._dynamo.config.patch(allow_rnn=True), pytest.raises(AssertionError, match="to be Tensors"):
-        torch.compile(lstm, backend="aot_eager")(torch.randn(2, 5, 3))
-    with torch._dynamo.config.patch(allow_rnn=True):
-        torch.compile(lstm, backend="aot_eager")(torch.randn(2, 5, 3, requires_grad=True))[0].sum().backward()
+def test_64_recurrent_layers_are_decomposed_into_their_time_steps() -> None:
+    graphs: list[fx.Graph] = []
+
+    def forward(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(gm.graph)
+        return aot_autograd.box(gm)
+
+    for length in (2, 12):
+        torch._dynamo.reset()
+        backend = common.aot_autograd(fw_compiler=forward)
+        with torch._dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False):
+            torch.compile(nn.GRU(2, 2), backend=backend, fullgraph=True)(torch.ones(length, 1, 2))
+    few, many = (len(graph.nodes) for graph in graphs)
+    assert many > 3 * few
+
+
+def test_a_backend_can_have_a_frame_traced_again_with_symbols() -> None:
+    shapes: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        shapes.append([n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")][-1].shape)
+        if len(shapes) == 1:
+            dynamic_sizes.trace_again_with_symbols(gm, [(0, 0)])
+        return gm
+
+    x = torch.ones(5, 2)
+    with dynamic_sizes.marks_removed():
+        torch.compile(lambda x: x + 1, backend=backend)(x)
+    assert shapes[0] == (5, 2)
+    assert isinstance(shapes[1][0], torch.SymInt)
+    assert not [name for name in vars(x) if "dynamo" in name]
+
+
+def test_the_kernel_of_an_lstm_has_a_workspace_in_training_alone() -> None:
+    """Its size is 3.8 to 3.9 times that of the gates, and at least 28,672 bytes (``numerics/recurrent_layers``)."""
+
+    def workspace(length: int, batch: int, width: int) -> Tensor:
+        tensors = [torch.ones(s) for s in ((length, batch, 3), (4 * width, 3), (4 * width, width), *[(4 * width,)] * 2)]
+        states = [torch.ones(1, batch, width)] * 2
+        rest = False, [], 2, width, 1, True, False, False, True
+        found: Tensor = torch.ops.aten.mkldnn_rnn_layer.default(*tensors, *states, *rest)[3]
+        return found
+
+    assert workspace(1, 1, 1).numel() == 28_672
+    for sizes in ((50, 16, 256), (400, 8, 64)):
+        assert 3.75 < workspace(*sizes).numel() / (4 * 4 * sizes[0] * sizes[1] * sizes[2]) < 4
+    with torch.no_grad():
+        assert workspace(5, 3, 4) is None
 
 
 def test_13_backward_outputs_are_counted() -> None:

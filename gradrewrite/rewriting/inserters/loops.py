@@ -78,6 +78,12 @@ def insert_in_loops(
     return found
 
 
+def run_loops_in(marked: MarkedJointGraph, config: RewriteConfig) -> tuple[LoopCode, ...]:
+    """Put the code of loops into a graph without gradients."""
+    found = insert_in_loops(Canvas(marked.graph), marked, config, lambda _: (), "all")
+    return tuple(found.codes)
+
+
 @dataclass(frozen=True, slots=True)
 class _Class:
     """Iterations with equal answers at the sites of one value and kind."""
@@ -154,12 +160,14 @@ class _Insertion:
                 for own in _classes(self._loop, answers, name, "activation", measured):
                     self._insert(own, InsertionPoint(own.site, forward.all_input_nodes[0], forward, order[forward]))
             if marker is not None:
+                node = self._canvas.current(marker.all_input_nodes[0])
+                first = InsertionPoint(self._loop.site(name, "error"), node, marker, order[marker], marker=marker)
                 for own in _classes(self._loop, answers, name, "error", measured):
-                    node = self._canvas.current(marker)
-                    node = node.all_input_nodes[0] if node is marker else node
-                    point = InsertionPoint(own.site, node, marker, order[marker], marker=marker)
+                    point = InsertionPoint(own.site, node, marker, order[marker])
                     point.value = None if forward is None else forward.all_input_nodes[0]
-                    self._insert(own, point)
+                    node = self._insert(own, point)
+                if node is not first.node:
+                    self._canvas.replace(first, node)
         packs = self._add_records()
         kept = self._add_kept()
         self._canvas.erase_unused()
@@ -167,7 +175,8 @@ class _Insertion:
         parts = partition(self._body, engine)
         self._emit(parts, packs, kept)
 
-    def _insert(self, own: _Class, point: InsertionPoint) -> None:
+    def _insert(self, own: _Class, point: InsertionPoint) -> fx.Node:
+        """Insert at a value in some iterations; return the result in all of them."""
         canvas, packing = self._canvas, self._canvas.packing
         before, num_placed, num_records = point.node, len(packing.placed), len(packing.records)
         num_edits = len(canvas.edits)
@@ -180,13 +189,12 @@ class _Insertion:
             packing.placed[number] = replace(packing.placed[number], iterations=own.iterations)
         self._edits += ((own, edit) for edit in canvas.edits[num_edits:])
         if own.is_all:
-            return
-        if point.node is not before and point.marker is not None:
-            canvas.replace(point, self._where(own, point.node, before, point.before))
+            return point.node
         for number in range(num_records, len(packing.records)):
             record = packing.records[number]
             node = self._where(own, record.node, None, point.before)
             packing.records[number] = replace(record, node=node)
+        return before if point.node is before else self._where(own, point.node, before, point.before)
 
     def _where(self, own: _Class, value: fx.Node, other: fx.Node | None, before: fx.Node) -> fx.Node:
         """Select a value in the iterations of a class, and another, or 0, in the others."""

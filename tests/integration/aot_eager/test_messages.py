@@ -135,13 +135,14 @@ class Selects(Head):
         return chosen.sum() if chosen.shape[0] > 1 else chosen.mean()
 
 
-class Recurrent(nn.Module):
+class Packs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0].sum()
+        packed = nn.utils.rnn.pack_sequence([x, x[:2]])
+        return self.lstm(packed)[0].data.sum()
 
 
 class InPlace(Head):
@@ -162,7 +163,7 @@ BROKEN: list[tuple[type[nn.Module], type[Exception], str, str, str]] = [
     (Branches, gr.GraphBreakError, "branch", "return h.sum() if h.sum() > 0 else h.mean()", "torch.where"),
     (Lists, gr.GraphBreakError, "read on the host", "return self.fc(x).sum() * max(x.sum(1).tolist())", "outside"),
     (Selects, gr.GraphBreakError, "a size, a branch or a Python number", "chosen.shape[0] > 1", "fullgraph=False"),
-    (Recurrent, gr.GraphBreakError, "nn.LSTM", "return self.lstm(x)[0].sum()", "nn.LSTMCell"),
+    (Packs, gr.GraphBreakError, "PackedSequence", "packed = nn.utils.rnn.pack_sequence([x, x[:2]])", "mask its output"),
     (InPlace, gr.TraceError, "in-place op", "squares = h * h", "the plain model fails too"),
     (Narrow, gr.TraceError, "got [3, 3] X [4, 2]", "return self.fc(x[:, 1:]).sum()", "the plain model fails too"),
 ]
@@ -179,7 +180,7 @@ def test_four_lines(
     if compiled:
         model.compile()
     with pytest.raises(error) as caught:
-        model(torch.ones(3, 1, 4) if kind is Recurrent else torch.ones(3, 4))
+        model(torch.ones(3, 4))
 
     first, second, third, last = str(caught.value).splitlines()
     assert what in first

@@ -1,9 +1,11 @@
-"""Recurrent layers, with ``torch._dynamo.config.allow_rnn``: gradients against eager autograd with hooks."""
+"""``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``: against torch's own modules, and eager loops over cells with hooks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +13,454 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipByValue, Scale
+from gradrewrite.passes import (
+    CheckFinite,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    Keep,
+    Observe,
+    PCGrad,
+    Scale,
+    WeighLosses,
+)
 
 from helpers import gradients_of, mostly_slow
+from models.recurrent import Recurrent, loop_over_cells
+
+WIDTH, FEATURES, LENGTH, BATCH = 7, 5, 6, 3
+LAYERS: dict[str, Callable[..., nn.RNNBase]] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": functools.partial(nn.RNN, nonlinearity="relu"),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch_first": {"batch_first": True},
+    "two_layers": {"num_layers": 2},
+    "both_directions": {"bidirectional": True, "batch_first": True},
+    "all": {"num_layers": 2, "bidirectional": True},
+    "no_bias": {"bias": False},
+    "projected": {"proj_size": 4, "num_layers": 2, "bidirectional": True},
+}
+
+
+def made(name: str, **settings: Any) -> Recurrent:
+    return Recurrent(LAYERS[name](FEATURES, WIDTH, **settings).double())
+
+
+def weighted(outputs: tuple[Tensor, ...]) -> Tensor:
+    torch.manual_seed(1)
+    return torch.stack([(out * torch.randn(out.shape, dtype=out.dtype)).sum() for out in outputs]).sum()
+
+
+def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
+    """Compare outputs and gradients within 1e-12."""
+    own, other = torch.autograd.grad(weighted(found), leaves), torch.autograd.grad(weighted(wanted), leaves)
+    for a, b in zip((*found, *own), (*wanted, *other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+INSIDE = [gr.on("error:rec.l*/*", Observe("norm")), gr.on("activation:rec.l*/h", Observe("max_abs"))]
+MODULES = [(n, s) for n in LAYERS for s in SETTINGS if s != "projected" or n == "lstm"]
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("policy", [[], INSIDE], ids=["plain", "inside"])
+@pytest.mark.parametrize("given", [False, True], ids=["zeros", "states"])
+@pytest.mark.parametrize(("name", "settings"), mostly_slow(MODULES, 4))
+def test_modules_of_torch(name: str, settings: str, given: bool, policy: Any) -> None:
+    model = made(name, **SETTINGS[settings])
+    layer, batch_first = model.rec, SETTINGS[settings].get("batch_first", False)
+    x = torch.randn(*((BATCH, LENGTH) if batch_first else (LENGTH, BATCH)), FEATURES, dtype=torch.float64)
+    directions = layer.num_layers * (1 + layer.bidirectional)
+    widths = [layer.proj_size or WIDTH, *([WIDTH] if name == "lstm" else [])]
+    states = [torch.randn(directions, BATCH, n, dtype=torch.float64, requires_grad=True) for n in widths if given]
+    x.requires_grad_(True)
+    rewritten = gr.transform(model, policy)
+
+    assert_same(rewritten(x, *states), model(x, *states), [x, *states, *layer.parameters()])
+    count = LENGTH * directions * {"lstm": 3}.get(name, 2)
+    assert len([a for a in rewritten.monitor.latest() if a.startswith("norm@")]) == (count if policy else 0)
+    assert len([a for a in rewritten.monitor.latest() if "activation" in a]) == (LENGTH * directions if policy else 0)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_unbatched_input_and_frozen_parameters(name: str) -> None:
+    model, x = made(name), torch.randn(LENGTH, FEATURES, dtype=torch.float64)
+    model.rec.weight_hh_l0.requires_grad_(False)
+    rewritten = gr.transform(model, INSIDE)
+
+    assert_same(rewritten(x), model(x), [p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_truncated_backpropagation(name: str) -> None:
+    """The state is detached and passed on from call to call."""
+    model, other = made(name), made(name)
+    other.load_state_dict(model.state_dict())
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", Observe("norm")))
+    own: tuple[Tensor, ...] = ()
+    wanted: tuple[Tensor, ...] = ()
+    for _ in range(3):
+        x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+        found, plain = rewritten(x, *own), other(x, *wanted)
+        weighted(found).backward()
+        weighted(plain).backward()
+        own, wanted = tuple(t.detach() for t in found[1:]), tuple(t.detach() for t in plain[1:])
+
+    assert rewritten.monitor.history("norm@error:rec.l0/h#5") != [0.0] * 3
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_between_layers_draws_torch_s_numbers() -> None:
+    model = made("lstm", num_layers=3, dropout=0.5)
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    rewritten = gr.transform(model, INSIDE)
+
+    torch.manual_seed(7)
+    found = rewritten(x)
+    torch.manual_seed(7)
+    wanted = model(x)
+    assert_same(found, wanted, list(model.parameters()))
+    assert_same(gr.transform(model.eval(), INSIDE)(x), model(x), list(model.parameters()))
+
+
+@pytest.mark.parametrize("policy", [[], INSIDE], ids=["plain", "inside"])
+def test_autocast(policy: Any) -> None:
+    model = Recurrent(nn.LSTM(FEATURES, WIDTH))
+    x = torch.randn(LENGTH, BATCH, FEATURES)
+    rewritten = gr.transform(model, policy)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = rewritten(x), model(x)
+
+    assert [t.dtype for t in found] == [t.dtype for t in wanted] == [torch.bfloat16] * 3
+    own = torch.autograd.grad(sum(t.float().sum() for t in found), list(model.parameters()))
+    other = torch.autograd.grad(sum(t.float().sum() for t in wanted), list(model.parameters()))
+    for a, b in zip((*found, *own), (*wanted, *other), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    assert all(g.dtype == torch.float32 for g in own)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
+@pytest.mark.parametrize("train", [True, False])
+def test_an_lstm_without_an_action_inside_is_torch_s_kernel(settings: dict[str, Any], train: bool) -> None:
+    model = Recurrent(nn.LSTM(FEATURES, WIDTH, **settings)).train(train)
+    x = torch.randn(BATCH, LENGTH, FEATURES, requires_grad=True)
+    rewritten = gr.transform(model, gr.on("gradient:*", Scale(1.0)))
+
+    leaves = [x, *model.parameters()]
+    found, wanted = rewritten(x), model(x)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+    own, other = torch.autograd.grad(weighted(found), leaves), torch.autograd.grad(weighted(wanted), leaves)
+    assert all(map(torch.equal, own, other))
+    code = rewritten.trace(x).code
+    assert code.count("lstm_layer.default") == code.count("lstm_layer_backward.default") == (4 if settings else 1)
+    assert "gradrewrite.loop." not in code
+    assert [str(s) for s in rewritten.trace(x).sites if "rec.l0/c" in str(s)][:2] == [
+        "activation:rec.l0/c",
+        "error:rec.l0/c",
+    ]
+
+
+def scaled(bound: float, norms: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    def hook(error: Tensor) -> Tensor:
+        norms.append(error.norm())
+        return error * (bound / error.norm().clamp(min=bound))
+
+    return hook
+
+
+def against_a_loop(name: str, policy: Any, hooks: dict[str, Any]) -> gr.RewrittenModule:
+    model = made(name)
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    rewritten = gr.transform(model, policy)
+    leaves = list(model.parameters())
+    free = torch.autograd.grad(weighted(model(x)), leaves)
+    outputs = loop_over_cells(model.rec, x, hooks)
+    found = rewritten(x)
+    own, wanted = torch.autograd.grad(weighted(found), leaves), torch.autograd.grad(weighted(outputs), leaves)
+    for a, b in zip((*found, *own), (*outputs, *wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert any(not torch.allclose(a, b) for a, b in zip(own, free, strict=True))  # something acts
+    return rewritten
+
+
+@pytest.mark.parametrize("value", ["h", "c", "gates"])
+@pytest.mark.parametrize("name", ["lstm", "gru", "tanh", "relu"])
+def test_a_clip_at_each_time_step(name: str, value: str) -> None:
+    if value == "c" and name != "lstm":
+        pytest.skip("it has no cell state")
+    norms: list[Tensor] = []
+    hooks = {value: lambda t: scaled(0.7, norms)}
+    model = against_a_loop(name, gr.on(f"error:rec.l0/{value}", ClipByNorm(0.7)), hooks)
+
+    records = model.monitor.latest()
+    for t, norm in enumerate(reversed(norms)):
+        number = f"#{t}" if t else ""
+        assert records[f"norm@error:rec.l0/{value}{number}"] == pytest.approx(norm.item(), rel=1e-12)
+
+
+def test_different_answers_at_different_time_steps() -> None:
+    policy = [
+        gr.on("error:rec.l0/h#1", ClipByNorm(0.5)),
+        gr.on("error:rec.l0/h#4", [ClipByValue(0.1), Observe("norm")]),
+        lambda site: Scale(2.0) if site.matches("error:rec.l0/c") and site.iteration in (2, 3, 5) else None,
+    ]
+
+    def of_h(t: int) -> Any:
+        return {1: scaled(0.5, []), 4: lambda e: e.clamp(-0.1, 0.1)}.get(t)
+
+    hooks = {"h": of_h, "c": lambda t: (lambda e: e * 2) if t in (2, 3, 5) else None}
+    model = against_a_loop("lstm", policy, hooks)
+    assert {a for a in model.monitor.latest() if a.startswith("norm@")} == {
+        "norm@error:rec.l0/h#1",
+        "norm@error:rec.l0/h#4",
+    }
+
+
+def test_functions_with_records_values_and_bounds_that_change() -> None:
+    bound = torch.tensor(0.3, dtype=torch.float64)
+
+    def act(error: Tensor, value: Tensor) -> Tensor:
+        gr.record("product", (error * value).sum())
+        return torch.where(value.abs() > bound, error * 0.5, error)
+
+    products: list[float] = []
+
+    def loop(limit: float, x: Tensor, model: Recurrent) -> tuple[Tensor, ...]:
+        layer, values = model.rec, []
+
+        def at(t: int) -> Callable[[Tensor], Tensor]:
+            def hook(error: Tensor) -> Tensor:
+                products.append((error * values[t]).sum().item())
+                return torch.where(values[t].abs() > limit, error * 0.5, error)
+
+            return hook
+
+        outputs = loop_over_cells(layer, x, {"h": at})
+        values += outputs[0].detach().unbind(0)
+        return torch.autograd.grad(weighted(outputs), list(model.parameters()))
+
+    model = made("lstm")
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", act))
+    for limit in (0.3, 0.1):
+        bound.fill_(limit)
+        x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+        products.clear()
+        wanted = loop(limit, x, model)
+        found = torch.autograd.grad(weighted(rewritten(x)), list(model.parameters()))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        records = rewritten.monitor.latest()
+        assert [records[f"product@error:rec.l0/h{f'#{t}' if t else ''}"] for t in range(LENGTH)] == pytest.approx(
+            products[::-1]
+        )
+    assert len(rewritten.explain().graphs) == 1
+
+
+def test_a_reversed_direction_counts_from_its_first_iteration() -> None:
+    """Iteration 0 of ``l0_reverse`` reads the last time step."""
+    model = Recurrent(nn.LSTM(FEATURES, WIDTH, bidirectional=True).double())
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    rewritten = gr.transform(
+        model, [gr.on("activation:rec.l0_reverse/h", Keep()), gr.on("error:rec.l0_reverse/h", Keep())]
+    )
+    output, *_ = rewritten(x)
+    output.retain_grad()
+    weighted((output,)).backward()
+
+    kept = rewritten.monitor.kept()
+    for n in range(LENGTH):
+        number = f"#{n}" if n else ""
+        torch.testing.assert_close(kept[f"activation:rec.l0_reverse/h{number}"], output[LENGTH - 1 - n, :, WIDTH:])
+    first = f"error:rec.l0_reverse/h#{LENGTH - 1}"  # the last iteration: nothing reads its state
+    torch.testing.assert_close(kept[first], output.grad[0, :, WIDTH:])
+
+
+def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gradrewrite.monitor")
+    model = made("lstm")
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", ClipByNorm(1e-3, log=True)))
+    weighted(rewritten(torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64))).backward()
+    lines = [r.getMessage() for r in caplog.records if "need clipping" in r.getMessage()]
+
+    assert len(lines) == LENGTH
+    assert all(line.startswith("layer=rec.l0/h need clipping, max error=") for line in lines)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
+def test_a_failed_check_names_the_iteration(compiled: bool) -> None:
+    model = made("lstm")
+    divisor = torch.ones((), dtype=torch.float64)
+    policy = [gr.on("error:rec.l0/c#4", lambda e: e / divisor), gr.on("error:rec.l0/h", CheckFinite())]
+    rewritten = gr.transform(model, policy)
+    if compiled:
+        rewritten.compile()
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    weighted(rewritten(x)).backward()
+    divisor.zero_()
+
+    with pytest.raises(gr.NonFiniteError) as caught:  # the backward begins with the last time step
+        weighted(rewritten(x)).backward()
+    assert str(caught.value.site) == "error:rec.l0/h#3"
+    assert caught.value.op == "rec.l0/h"
+    assert [str(s) for s in caught.value.others] == ["error:rec.l0/h#2", "error:rec.l0/h#1", "error:rec.l0/h"]
+
+
+def test_groups_and_clips_inside_together() -> None:
+    model = made("gru")
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    policy = [gr.on("error:rec.l0/h", ClipByNorm(0.5)), gr.on("gradient:*", ClipByGlobalNorm(0.25))]
+    rewritten = gr.transform(model, policy)
+    weighted(rewritten(x)).backward()
+    wanted = torch.autograd.grad(
+        weighted(loop_over_cells(model.rec, x, {"h": lambda _: scaled(0.5, [])})), list(model.parameters())
+    )
+    total = torch.stack([g.norm() for g in wanted]).norm()
+
+    for found, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.grad, gradient * 0.25 / total, rtol=1e-12, atol=1e-12)
+
+
+def test_sampled_measurements() -> None:
+    """In steps without a measurement there is nothing inside, so an LSTM is torch's kernel."""
+    model = Recurrent(nn.LSTM(FEATURES, WIDTH))
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", Observe("norm", every=2)))
+    x = torch.randn(LENGTH, BATCH, FEATURES)
+    known = []
+    for _ in range(4):
+        rewritten(x)[0].sum().backward()
+        known.append("norm@error:rec.l0/h#2" in rewritten.monitor.latest())
+
+    assert known == [True, False, True, False]
+
+
+def test_two_calls_count_on() -> None:
+    class Twice(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rec(self.rec(x)[0])[0]
+
+    model = Twice(nn.GRU(WIDTH, WIDTH).double())
+    x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", Observe("norm")))
+    weighted((rewritten(x),)).backward()
+
+    assert len(rewritten.monitor.latest()) == 2 * LENGTH
+    found = torch.autograd.grad(weighted((rewritten(x),)), list(model.parameters()))
+    for a, b in zip(found, torch.autograd.grad(weighted((model(x),)), list(model.parameters())), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", [[], INSIDE], ids=["plain", "inside"])
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_lengths_and_batches(name: str, policy: Any) -> None:
+    """One graph for all lengths but 1; batches of one size and of others."""
+    model = made(name)
+    rewritten = gr.transform(model, policy)
+    for length, batch, graphs in ((6, 3, 1), (9, 3, 1), (4, 3, 1), (1, 3, 2), (12, 3, 2), (5, 2, 3), (7, 4, 3)):
+        x = torch.randn(length, batch, FEATURES, dtype=torch.float64)
+        assert_same(rewritten(x), model(x), list(model.parameters()))
+        if policy:
+            assert len([a for a in rewritten.monitor.latest() if a.startswith("max_abs@")]) == length
+        assert len(rewritten.explain().graphs) == graphs, (length, batch)
+
+
+def test_marks_of_lengths_are_taken_off_again() -> None:
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    gr.transform(made("lstm"), INSIDE)(x)
+
+    assert not [name for name in vars(x) if "dynamo" in name]
+
+
+def test_trace() -> None:
+    model = made("lstm")
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    graph = gr.transform(model, gr.on("error:rec.l0/h", ClipByNorm(0.5))).trace(x)
+
+    assert [str(e.site) for e in graph.edits] == [f"error:rec.l0/h{f'#{n}' if n else ''}" for n in range(LENGTH)]
+    assert [site.iteration for site in graph.sites if site.matches("activation:rec.l0/gates")] == list(range(LENGTH))
+    assert graph.code.count(" runs once an iteration:") == 2
+    assert "sqrt" in graph.code.split(" runs once an iteration:")[2]
+    assert graph.before is not None
+    inputs = [torch.randn(n.meta["val"].shape).double() for n in graph.graph_module.graph.find_nodes(op="placeholder")]
+    before, after = graph.before.graph_module(*inputs), graph.graph_module(*inputs)
+    for a, b in zip(before[:3], after[:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    plain = gr.transform(model, gr.on("error:rec.l0/h", Observe("norm"))).trace(x)
+    for a, b in zip(before, plain.graph_module(*inputs), strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class Padded(nn.Module):
+    """Sequences of different lengths: packed, and padded with a mask."""
+
+    def __init__(self, *, packed: bool) -> None:
+        super().__init__()
+        self.rec, self.packed = nn.LSTM(FEATURES, WIDTH, batch_first=True).double(), packed
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        if self.packed:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            output, (last, _) = self.rec(packed)
+            return nn.utils.rnn.pad_packed_sequence(output, batch_first=True)[0], last[0]
+        output, _ = self.rec(x)
+        output = output * (torch.arange(output.shape[1]) < lengths[:, None])[..., None]
+        return output, output[torch.arange(len(x)), lengths - 1]
+
+
+def test_packed_sequences_are_refused_and_the_masked_form_is_equal() -> None:
+    x, lengths = torch.randn(3, LENGTH, FEATURES, dtype=torch.float64), torch.tensor([6, 2, 4])
+    packed, masked = Padded(packed=True), Padded(packed=False)
+    masked.load_state_dict(packed.state_dict())
+    with pytest.raises(gr.GraphBreakError, match=r"PackedSequence(?s:.*)mask its output"):
+        gr.transform(packed, [])(x, lengths)
+
+    rewritten = gr.transform(masked, gr.on("error:rec.l0/h", Observe("norm")))
+    found = torch.autograd.grad(weighted(rewritten(x, lengths)), list(masked.parameters()))
+    wanted = torch.autograd.grad(weighted(packed(x, lengths)), list(packed.parameters()))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class TakesPacked(Recurrent):
+    def forward(self, x: Any) -> Tensor:
+        output: Tensor = self.rec(x)[0].data.sum()
+        return output
+
+
+def test_a_packed_input_is_refused() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(LENGTH, 3, FEATURES), torch.tensor([6, 4, 2]))
+    with pytest.raises(gr.GraphBreakError, match=r"PackedSequence(?s:.*)mask its output"):
+        gr.transform(TakesPacked(nn.LSTM(FEATURES, WIDTH)), [])(packed)
+
+
+def follow(state: gr.State) -> Callable[[Tensor], Tensor]:
+    def act(error: Tensor) -> Tensor:
+        state.set(state + error.norm())
+        return error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("action", "wanted"),
+    [(WeighLosses(PCGrad()), "acts on several gradients"), (follow(gr.State()), "keeps states")],
+    ids=["group", "state"],
+)
+def test_refused_inside(action: Any, wanted: str) -> None:
+    rewritten = gr.transform(made("lstm"), gr.on("error:rec.l0/h", action))
+    with pytest.raises(gr.PolicyError, match=f"error:rec.l0/h(?s:.*){wanted}"):
+        rewritten(torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64))
+
 
 BOUND = 0.05
 
 
-class Recurrent(nn.Module):
+class WithHead(nn.Module):
     def __init__(self, layer: type[nn.RNNBase], **settings: Any) -> None:
         super().__init__()
         self.rnn = layer(3, 4, batch_first=True, **settings)
@@ -29,17 +471,6 @@ class Recurrent(nn.Module):
         return self.head(output).square().sum()
 
 
-@pytest.fixture(autouse=True)
-def _allowed() -> Iterator[None]:
-    with torch._dynamo.config.patch(allow_rnn=True):
-        yield
-
-
-@pytest.fixture
-def sequence() -> Tensor:
-    return torch.randn(2, 5, 3)
-
-
 def clipped_by_a_hook(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     model = copy.deepcopy(model)
     model.rnn.register_forward_hook(lambda _, __, out: out[0].register_hook(lambda g: g.clamp(-BOUND, BOUND)) and None)
@@ -47,57 +478,30 @@ def clipped_by_a_hook(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     return gradients_of(model)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("layer", "settings", "input_needs_grad"),
-    mostly_slow(
-        [
-            (nn.LSTM, {}, False),
-            (nn.LSTM, {}, True),
-            (nn.LSTM, {"num_layers": 2, "bidirectional": True}, False),
-            (nn.GRU, {"num_layers": 2, "bidirectional": True}, False),
-            (nn.RNN, {}, False),
-        ],
-        1,
-    ),
-)
-def test_clip_at_the_output(
-    layer: type[nn.RNNBase], settings: dict[str, Any], input_needs_grad: bool, sequence: Tensor
-) -> None:
-    plain = Recurrent(layer, **settings)
-    wanted = clipped_by_a_hook(plain, sequence)
-    sequence.requires_grad_(input_needs_grad)
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("input_needs_grad", [False, True])
+def test_clip_at_the_output(layer: type[nn.RNNBase], input_needs_grad: bool) -> None:
+    plain, x = WithHead(layer, num_layers=2, bidirectional=True), torch.randn(2, 5, 3)
+    wanted = clipped_by_a_hook(plain, x)
+    x.requires_grad_(input_needs_grad)
     model = gr.transform(plain, gr.on("error:rnn#0", ClipByValue(BOUND)))
-    model(sequence).backward()
+    model(x).backward()
 
     assert any(str(s) == "error:rnn" for g in model.explain().graphs for s in g.sites)
     for name, gradient in gradients_of(model).items():
         torch.testing.assert_close(gradient, wanted[name])
-    (free,) = torch.autograd.grad(plain(sequence), [plain.rnn.weight_ih_l0])
+    (free,) = torch.autograd.grad(plain(x), [plain.rnn.weight_ih_l0])
     assert not torch.allclose(free, wanted["rnn.weight_ih_l0"])  # the clip acts
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
-@pytest.mark.slow
-def test_evaluation(layer: type[nn.RNNBase], sequence: Tensor) -> None:
-    plain = Recurrent(layer)
+def test_evaluation(layer: type[nn.RNNBase]) -> None:
+    plain, x = WithHead(layer), torch.randn(2, 5, 3)
     model = gr.transform(plain, gr.on("gradient:*", Scale(2.0)))
-    model(sequence).backward()
+    model(x).backward()
 
     with torch.no_grad():
-        assert torch.equal(model(sequence), plain(sequence))
-    assert not sequence.requires_grad
+        assert torch.equal(model(x), plain(x))
+        assert torch.equal(model.eval()(x), plain.eval()(x))
+    assert not x.requires_grad
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
-def test_inductor(layer: type[nn.RNNBase], sequence: Tensor) -> None:
-    plain = Recurrent(layer)
-    wanted = clipped_by_a_hook(plain, sequence)
-    model = gr.transform(plain, gr.on("error:rnn", ClipByValue(BOUND)))
-    model.compile()
-    model(sequence).backward()
-
-    for name, gradient in gradients_of(model).items():
-        torch.testing.assert_close(gradient, wanted[name])

@@ -1,0 +1,71 @@
+"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` compiled, with actions inside: against eager loops over cells with hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradrewrite as gr
+from gradrewrite.passes import ClipByNorm, Observe
+
+from models.recurrent import Recurrent, loop_over_cells
+
+pytestmark = pytest.mark.inductor
+FEATURES, WIDTH = 5, 7
+
+
+def weighted(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.stack([(out * torch.randn(out.shape, dtype=out.dtype)).sum() for out in outputs]).sum()
+
+
+def scaled(error: torch.Tensor) -> torch.Tensor:
+    return error * (0.7 / error.norm().clamp(min=0.7))
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype"), [(nn.LSTM, torch.float64), (nn.GRU, torch.float32), (nn.RNN, torch.float64)]
+)
+def test_clips_inside_for_all_lengths_and_batches(layer: Any, dtype: torch.dtype) -> None:
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-5
+    model = Recurrent(layer(FEATURES, WIDTH).to(dtype))
+    rewritten = gr.transform(
+        model, [gr.on("error:rec.l0/h", ClipByNorm(0.7)), gr.on("activation:*/gates", Observe("norm"))]
+    )
+    rewritten.compile()
+    for length, batch in ((6, 3), (9, 3), (5, 4), (7, 2), (1, 3)):
+        x = torch.randn(length, batch, FEATURES, dtype=dtype)
+        found, wanted = rewritten(x), loop_over_cells(model.rec, x, {"h": lambda _: scaled})
+        own = torch.autograd.grad(weighted(found), list(model.parameters()))
+        other = torch.autograd.grad(weighted(wanted), list(model.parameters()))
+        for a, b in zip((*found, *own), (*wanted, *other), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        assert len([a for a in rewritten.monitor.latest() if a.startswith("norm@error")]) == length
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [[], gr.on("error:*/h", ClipByNorm(0.7))], ids=["plain", "inside"])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_layers_and_directions(layer: Any, policy: Any) -> None:
+    model = Recurrent(layer(FEATURES, WIDTH, num_layers=2, bidirectional=True, batch_first=True).double())
+    x = torch.randn(3, 6, FEATURES, dtype=torch.float64)
+    compiled, plain = gr.transform(model, policy), gr.transform(model, policy)
+    compiled.compile()
+    found, wanted = compiled(x), plain(x)
+    own = torch.autograd.grad(weighted(found), list(model.parameters()))
+    other = torch.autograd.grad(weighted(wanted), list(model.parameters()))
+    for a, b in zip((*found, *own), (*wanted, *other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_evaluation_is_torch_s_layer() -> None:
+    model = Recurrent(nn.GRU(FEATURES, WIDTH))
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", Observe("norm")))
+    rewritten.compile()
+    x = torch.randn(6, 3, FEATURES)
+    with torch.no_grad():
+        for a, b in zip(rewritten(x), model(x), strict=True):
+            assert torch.equal(a, b)
