@@ -279,7 +279,7 @@ class GraphCompilation:
         self.report()
 
     def _compile_bodies(self) -> None:
-        """Let the engine run the bodies of loops, which live as long as the session."""
+        """Let the engine run the bodies of loops; they live as long as the session."""
         self.session.codes |= set(self.codes)
         for code in self.codes:
             code.compile = self.engine.compile_body

@@ -129,13 +129,13 @@ REFUSALS = (
         lambda insertion, at: at.is_in_loop and isinstance(insertion.effect, GroupEffect),
         "{at.site}: {action} acts on several gradients together, and each iteration of this loop has one by itself. "
         "Let it act at the output of the module, or at gradients",
-        "loops",
+        "inside-a-loop",
     ),
     Limit(
         lambda insertion, at: at.is_in_loop and at.has_states,
         "{at.site}: {action} keeps states, and would need one for each iteration of the loop. Let it act at the output "
         "of the module, or write the loop over an nn.LSTMCell, nn.GRUCell or nn.RNNCell",
-        "loops",
+        "inside-a-loop",
     ),
     Limit(
         lambda insertion, at: needs_examples(insertion) and at.tensor_type == "DTensor",

@@ -355,7 +355,7 @@ class _Value:
 
 
 def _summable(tail: Sequence[fx.Node], results: Collection[fx.Node], fixed: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of the tail that may be summed over the iterations: what follows is linear in each alone."""
+    """Return the nodes of the tail with linear successors alone; they may be summed over the iterations."""
     constant = set(fixed)
     for node in tail:
         if constant.issuperset(node.all_input_nodes):

@@ -19,7 +19,7 @@ import gradrewrite as gr
 from gradrewrite.passes import ClipByNorm
 from gradrewrite.policy.actions import Policy
 
-LAYERS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 POLICIES: dict[str, Policy | None] = {
     "eager": None,
     "no rule": [],
@@ -52,7 +52,7 @@ def main(length: int, batch: int, width: int, name: str = "lstm") -> None:
         if policy is not None:
             net = gr.transform(net, policy)
             net.compile()
-        steps[title] = lambda net=net: (net.zero_grad(), net(x, y).backward())  # type: ignore[misc]
+        steps[title] = lambda net=net: (net.zero_grad(), net(x, y).backward())
         begin = time.process_time()
         steps[title]()
         print(f"{title}: first step {time.process_time() - begin:.1f} CPU s", flush=True)

@@ -28,6 +28,7 @@ TESTED_ELSEWHERE = [
     "cheatsheet",
     "distributed",
     "frameworks",
+    "loops",
     "per-example",
     "saved-tensors",
     "several-losses",

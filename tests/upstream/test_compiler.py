@@ -351,7 +351,7 @@ def test_the_kernel_of_an_lstm_has_a_workspace_in_training_alone() -> None:
     def workspace(length: int, batch: int, width: int) -> Tensor:
         tensors = [torch.ones(s) for s in ((length, batch, 3), (4 * width, 3), (4 * width, width), *[(4 * width,)] * 2)]
         states = [torch.ones(1, batch, width)] * 2
-        rest = False, [], 2, width, 1, True, False, False, True
+        rest: tuple[Any, ...] = False, [], 2, width, 1, True, False, False, True
         found: Tensor = torch.ops.aten.mkldnn_rnn_layer.default(*tensors, *states, *rest)[3]
         return found
 

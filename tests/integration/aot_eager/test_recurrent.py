@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from gradrewrite.passes import (
     WeighLosses,
 )
 
-from helpers import gradients_of, mostly_slow
+from helpers import ROOT, gradients_of, mostly_slow
 from models.recurrent import Recurrent, loop_over_cells
 
 WIDTH, FEATURES, LENGTH, BATCH = 7, 5, 6, 3
@@ -232,7 +233,7 @@ def test_functions_with_records_values_and_bounds_that_change() -> None:
     products: list[float] = []
 
     def loop(limit: float, x: Tensor, model: Recurrent) -> tuple[Tensor, ...]:
-        layer, values = model.rec, []
+        layer, values = model.rec, list[Tensor]()
 
         def at(t: int) -> Callable[[Tensor], Tensor]:
             def hook(error: Tensor) -> Tensor:
@@ -341,7 +342,7 @@ def test_sampled_measurements() -> None:
 
 def test_two_calls_count_on() -> None:
     class Twice(Recurrent):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             return self.rec(self.rec(x)[0])[0]
 
     model = Twice(nn.GRU(WIDTH, WIDTH).double())
@@ -426,8 +427,16 @@ def test_packed_sequences_are_refused_and_the_masked_form_is_equal() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_the_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "loops.md").read_text()
+    code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL).groups()
+    exec(compile(code, "loops.md", "exec"), {})
+
+    assert capsys.readouterr().out == printed
+
+
 class TakesPacked(Recurrent):
-    def forward(self, x: Any) -> Tensor:
+    def forward(self, x: Any) -> Tensor:  # type: ignore[override]
         output: Tensor = self.rec(x)[0].data.sum()
         return output
 

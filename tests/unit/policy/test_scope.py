@@ -62,6 +62,18 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         r"ClipByNorm\(1.0\) acts on a gradient that is spread over 4 ranks, and .* by itself: it reads all\.",
         Context(site("step"), num_ranks=4),
     ),
+    "group_in_a_loop": (
+        P.WeighLosses(P.PCGrad()),
+        Context(site("error"), is_in_loop=True),
+        "acts on several gradients together, and each iteration of this loop has one by itself",
+        Context(site("error")),
+    ),
+    "states_in_a_loop": (
+        P.ClipByNorm(1.0),
+        Context(site("error"), is_in_loop=True, has_states=True),
+        "keeps states, and would need one for each iteration of the loop",
+        Context(site("error"), is_in_loop=True),
+    ),
     "examples_of_dtensor": (
         EXAMPLES,
         Context(site(), tensor_type="DTensor"),
