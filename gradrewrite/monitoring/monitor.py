@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 from torch import Tensor, distributed
 
@@ -51,6 +51,17 @@ class _Kept(dict[Site, Tensor]):
             return names[key]
         near = nearest(str(key), list(names))
         raise KeyError(f"nothing was kept at {str(key)!r}; nearest: {', '.join(near) or 'no site has Keep'}")
+
+
+def _by_iteration(rows: Sequence[Mapping[str, float]], address: str) -> list[list[float]]:
+    numbers = {0: address}
+    for name in {name for row in rows for name in row}:
+        site, _, number = name.rpartition("#")
+        if site == address and number.isdecimal():
+            numbers[int(number)] = name
+    if rows and not any(name in row for row in rows for name in numbers.values()):
+        raise _no_record(address, [name for row in rows for name in row])
+    return [[row.get(numbers.get(n, ""), math.nan) for n in range(max(numbers) + 1)] for row in rows]
 
 
 def _no_record(address: str, known: Sequence[str]) -> KeyError:
@@ -197,7 +208,15 @@ class Monitor:
         found = self._over_ranks(own, how, process_group or self._recorder.links.process_group).figures()
         return {str(key): value for key, value in found.items()}
 
-    def history(self, address: str, *, per: Literal["backward", "step"] | None = None) -> list[float]:
+    @overload
+    def history(self, address: str, *, per: Literal["backward", "step"] | None = None) -> list[float]: ...
+
+    @overload
+    def history(self, address: str, *, per: Literal["iteration"]) -> list[list[float]]: ...
+
+    def history(
+        self, address: str, *, per: Literal["backward", "step", "iteration"] | None = None
+    ) -> list[float] | list[list[float]]:
         """One record over the steps in the buffer, oldest first; NaN where a step lacks it. Waits for the device.
 
         Args:
@@ -206,21 +225,27 @@ class Monitor:
                 optimizer (of any of several): the figure of its micro-batches together, and of all calls in a
                 backward, as ``reduce`` combines those of ranks. The last one may still lack some. Without a guarded
                 optimizer each backward is a step. By default records of updates (``step:``, ``param:``, ``state:``,
-                ``optimizer:``) have one value for each update, all others one for each backward.
+                ``optimizer:``) have one value for each update, all others one for each backward. ``"iteration"`` is one
+                row for each backward, with the record in each iteration of a loop, or call of a module, from 0 on:
+                ``history("norm@error:lstm.l0/h", per="iteration")``; all rows are as long as the longest.
 
         Raises:
             KeyError: There are steps, and none has that record.
-            ValueError: ``per`` is neither.
+            ValueError: ``per`` is none of these.
         """
+        if per not in (None, "backward", "step", "iteration"):
+            raise ValueError(f'Monitor.history: per is "backward", "step" or "iteration", got {per!r}')
         if per is None:
             per = "step" if address.partition("@")[2].partition(":")[0] in _OF_UPDATES else "backward"
         with self._lock:
             records = self._read()
-            if per == "backward":
+            if per in ("backward", "iteration"):
                 rows = [record.on_host().records for record in records]
             else:
                 steps = _by_update(records, per).values()
                 rows = [{str(key): v for key, v in _combined(step).figures().items()} for step in steps]
+        if per == "iteration":
+            return _by_iteration(rows, address)
         if rows and not any(address in row for row in rows):
             raise _no_record(address, [name for row in rows for name in row])
         return [row.get(address, math.nan) for row in rows]

@@ -370,6 +370,34 @@ def test_lengths_and_batches(name: str, policy: Any) -> None:
         assert len(rewritten.explain().graphs) == graphs, (length, batch)
 
 
+def test_history_by_iteration() -> None:
+    model = made("gru")
+    other = copy.deepcopy(model)
+    policy = [gr.on("error:rec.l0/h", Observe("norm")), gr.on("error:rec.l0/gates#2", Observe("max"))]
+    rewritten = gr.transform(model, policy)
+    wanted: list[list[float]] = []
+
+    def note(row: list[float], error: Tensor) -> None:
+        row.insert(0, error.norm().item())
+
+    for length in (3, 5, 4):
+        wanted.append([])
+        x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
+        hook = functools.partial(note, wanted[-1])
+        weighted(loop_over_cells(other.rec, x, {"h": lambda _, hook=hook: hook})).backward()
+        weighted(rewritten(x)).backward()
+        wanted[-1] += [float("nan")] * (5 - length)
+
+    monitor = rewritten.monitor
+    history = monitor.history("norm@error:rec.l0/h", per="iteration")
+    assert history == [pytest.approx(row, nan_ok=True, rel=1e-12) for row in wanted]
+    assert [len(row) for row in monitor.history("max@error:rec.l0/gates", per="iteration")] == [3, 3, 3]
+    with pytest.raises(KeyError, match=r"nearest: norm@error:rec\.l0/h"):
+        monitor.history("norm@error:rec.l1/h", per="iteration")
+    with pytest.raises(ValueError, match='per is "backward", "step" or "iteration", got \'iterations\''):
+        monitor.history("norm@error:rec.l0/h", per="iterations")  # type: ignore[call-overload]
+
+
 def test_marks_of_lengths_are_taken_off_again() -> None:
     x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
     gr.transform(made("lstm"), INSIDE)(x)
