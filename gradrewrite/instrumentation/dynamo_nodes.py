@@ -6,7 +6,7 @@ import inspect
 import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeGuard
 
@@ -21,6 +21,21 @@ from gradrewrite.ir import editing
 def is_checkpoint(node: fx.Node) -> bool:
     """Whether a node runs an activation checkpoint."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
+
+
+def checkpoint_body(
+    gm: fx.GraphModule, node: fx.Node, outer: Mapping[fx.Node, fx.Node]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """Return the body of an activation checkpoint, and by its placeholders the nodes outside.
+
+    ``outer`` has those of the graph that the node is in, if that is a body too.
+    """
+    body_node, *args = node.args
+    assert isinstance(body_node, fx.Node)
+    body = getattr(gm, str(body_node.target))
+    placeholders = body.graph.find_nodes(op="placeholder")
+    inside = {p: outer.get(a, a) for p, a in zip(placeholders, args, strict=True) if isinstance(a, fx.Node)}
+    return body, inside
 
 
 def is_nested_region(node: fx.Node) -> bool:

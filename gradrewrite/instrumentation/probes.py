@@ -22,6 +22,7 @@ from gradrewrite.errors import PolicyError
 from gradrewrite.instrumentation.dynamo_nodes import (
     Aliases,
     changed_in_place,
+    checkpoint_body,
     fake_of,
     is_checkpoint,
     op_name,
@@ -300,11 +301,7 @@ class _Reader:
             last = self._add(value, made, after=last)
 
     def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: _Outer) -> None:
-        body_node, *args = node.args
-        assert isinstance(body_node, fx.Node)
-        body = getattr(gm, str(body_node.target))
-        placeholders = body.graph.find_nodes(op="placeholder")
-        inside = {p: outer.get(a, a) for p, a in zip(placeholders, args, strict=True) if isinstance(a, fx.Node)}
+        body, inside = checkpoint_body(gm, node, outer)
         self._infinite |= {p for p, a in inside.items() if a in self._infinite}
         self.read(body, inside, is_body=True)
         body.recompile()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from gradrewrite.errors import GraphBreakError
+from gradrewrite.instrumentation.dynamo_nodes import checkpoint_body, is_checkpoint
 from gradrewrite.instrumentation.loops import run_loop
 from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir.marked_loops import Loop, find_loop
@@ -233,13 +234,11 @@ def sizes_of_lengths(gm: fx.GraphModule) -> list[tuple[int, int]]:
     batch too, or 1, is left out.
     """
     lengths = set()
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in tuple(_CELLS):
-            call = RecurrentCall.of(node.target, fx.map_arg(_positional(node), lambda n: n.meta["example_value"]))
-            if call is not None:
-                length, batch = (call.x.shape[n] for n in ((1, 0) if call.batch_first else (0, 1)))
-                if isinstance(length, int) and length not in (1, batch):
-                    lengths.add(length)
+    for _, call in _recurrent_calls(gm, {}):
+        if call is not None:
+            length, batch = (call.x.shape[n] for n in ((1, 0) if call.batch_first else (0, 1)))
+            if isinstance(length, int) and length not in (1, batch):
+                lengths.add(length)
     found = []
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
@@ -251,14 +250,16 @@ def sizes_of_lengths(gm: fx.GraphModule) -> list[tuple[int, int]]:
 
 def run_as_operators(gm: fx.GraphModule) -> None:
     """Let a Dynamo graph without gradients compute each recurrent layer by one operator."""
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in tuple(_CELLS):
+    for node, known in list(_recurrent_calls(gm, {})):
+        if known is not None:
             call = RecurrentCall.of(node.target, _positional(node))
-            if call is not None:
-                settings = _positional(node)[3:]
-                node.args = (node.target.__name__, call.x, list(call.states), list(call.parameters), *settings)
-                node.target, node.kwargs = OP_RECURRENT, {}
-    gm.recompile()
+            assert call is not None
+            settings = _positional(node)[3:]
+            node.args = (node.target.__name__, call.x, list(call.states), list(call.parameters), *settings)
+            node.target, node.kwargs = OP_RECURRENT, {}
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
 
 
 def loops_in(node: fx.Node) -> list[Loop]:
@@ -272,14 +273,27 @@ def loops_in(node: fx.Node) -> list[Loop]:
 def find_recurrent(gm: fx.GraphModule, calls: Callable[[fx.Node], tuple[ModuleCall, ...]]) -> list[RecurrentNode]:
     """Find the recurrent layers of a Dynamo graph; ``calls`` gives the module calls around a node."""
     found = []
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and any(node.target is op for op in _CELLS):
-            args = fx.map_arg(_positional(node), lambda n: n.meta["example_value"])
-            call = RecurrentCall.of(node.target, args)
-            if call is None:
-                raise GraphBreakError(f"{PACKED}\n  {source_of(node)}\n  {MASKED[0].upper()}{MASKED[1:-1]}")
-            found.append(RecurrentNode(node, call, _loops_of(call, calls(node), source_of(node), fake_result(node))))
+    for node, call in _recurrent_calls(gm, {}):
+        if call is None:
+            raise GraphBreakError(f"{PACKED}\n  {source_of(node)}\n  {MASKED[0].upper()}{MASKED[1:-1]}")
+        found.append(RecurrentNode(node, call, _loops_of(call, calls(node), source_of(node), fake_result(node))))
     return found
+
+
+def _recurrent_calls(
+    gm: fx.GraphModule, outer: Mapping[fx.Node, fx.Node]
+) -> Iterator[tuple[fx.Node, RecurrentCall | None]]:
+    """Yield nodes of recurrent layers with their calls on fake tensors, those in checkpoints too.
+
+    ``outer`` has the nodes around a checkpoint by the inputs of its body. The call is None for packed sequences.
+    """
+    for node in gm.graph.nodes:
+        if is_checkpoint(node):
+            body, inside = checkpoint_body(gm, node, outer)
+            yield from _recurrent_calls(body, inside)
+        elif node.op == "call_function" and node.target in tuple(_CELLS):
+            args = fx.map_arg(_positional(node), lambda n: outer.get(n, n).meta["example_value"])
+            yield node, RecurrentCall.of(node.target, args)
 
 
 PACKED = "a PackedSequence has sizes that depend on the values of a tensor"

@@ -39,6 +39,7 @@ class Loop:
     is_marked: bool = False  # something is inserted inside
     numbers: dict[str, int] = field(default_factory=dict)  # of the markers of these values; empty where it has none
     first_call: int = 0  # number of iterations before it, of loops of this name
+    _sites: dict[tuple[str, Kind, int], Site] = field(default_factory=dict)
     key: str = field(default_factory=lambda: f"loop_{next(_numbers)}")
 
     def __post_init__(self) -> None:
@@ -52,6 +53,12 @@ class Loop:
 
     def site(self, name: str, kind: Kind, iteration: int = 0) -> Site:
         """Return the site of a value in one iteration."""
+        known = self._sites.get((name, kind, iteration))
+        if known is None:
+            known = self._sites[name, kind, iteration] = self._made_site(name, kind, iteration)
+        return known
+
+    def _made_site(self, name: str, kind: Kind, iteration: int) -> Site:
         value, call = self.values[name], self.first_call + iteration
         return Site(
             kind=kind,

@@ -84,6 +84,7 @@ class Context:
     forms: str = ""  # all actions there, where they contradict each other
     not_repeatable: str = ""  # the reason why its op cannot be computed again
     is_in_loop: bool = False  # it is inserted into the body of a loop
+    is_weighed_behind: bool = False  # of such an error: what it leads to is the gradient of each of several losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,12 @@ REFUSALS = (
         lambda insertion, at: at.is_in_loop and isinstance(insertion.effect, GroupEffect),
         "{at.site}: {action} acts on several gradients together, and each iteration of this loop has one by itself. "
         "Let it act at the output of the module, or at gradients",
+        "inside-a-loop",
+    ),
+    Limit(
+        lambda insertion, at: at.is_weighed_behind,
+        "{at.site}: {action} acts inside a loop, and WeighLosses needs the gradient of each loss behind it: each loss "
+        "would have a loop of its own. Let it act at the output of the module",
         "inside-a-loop",
     ),
     Limit(

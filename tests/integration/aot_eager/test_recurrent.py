@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
 from gradrewrite.passes import (
@@ -492,6 +493,107 @@ def test_refused_inside(action: Any, wanted: str) -> None:
     rewritten = gr.transform(made("lstm"), gr.on("error:rec.l0/h", action))
     with pytest.raises(gr.PolicyError, match=f"error:rec.l0/h(?s:.*){wanted}"):
         rewritten(torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64))
+
+
+class SeveralLosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rec, self.a, self.b = nn.LSTM(FEATURES, WIDTH).double(), nn.Linear(7, 1).double(), nn.Linear(7, 1).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output, _ = self.rec(x)
+        return self.a(output).square().sum(), self.b(output).sum()
+
+
+def test_several_losses() -> None:
+    """Weighed at the parameters of a layer without an action inside; with one, each loss would need its own loop."""
+    model, x = SeveralLosses(), torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    weigh = gr.on("gradient:rec.*", WeighLosses(lambda gramian: gramian.new_tensor([0.0, 3.0])))
+    for policy in ([weigh], [weigh, gr.on("activation:rec.l0/h", Observe("norm"))]):
+        model.zero_grad()
+        rewritten = gr.transform(model, policy)
+        torch.stack(rewritten(x)).sum().backward()
+        wanted = torch.autograd.grad(3 * model(x)[1], list(model.rec.parameters()))
+        for found, gradient in zip(model.rec.parameters(), wanted, strict=True):
+            torch.testing.assert_close(found.grad, gradient, rtol=1e-12, atol=1e-12)
+
+    with pytest.raises(gr.PolicyError, match="each loss would have a loop of its own"):
+        gr.transform(model, [weigh, gr.on("error:rec.l0/h", ClipByNorm(1.0))])(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.rec = nn.Linear(FEATURES, FEATURES).double(), nn.GRU(FEATURES, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(lambda x: self.rec(self.inner(x))[0], x, use_reentrant=False)
+        return output
+
+
+@pytest.mark.parametrize("policy", [[], INSIDE], ids=["plain", "inside"])
+def test_in_a_checkpoint(policy: Any) -> None:
+    model, x = Checkpointed(), torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    rewritten = gr.transform(model, policy)
+
+    assert_same((rewritten(x),), (model(x),), list(model.parameters()))
+    assert len([a for a in rewritten.monitor.latest() if a.startswith("norm@")]) == (2 * LENGTH if policy else 0)
+    with torch.no_grad():
+        assert torch.equal(rewritten(x), model(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Recurrent(nn.LSTM(FEATURES, FEATURES).double()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)[0]
+        return x
+
+
+def test_regions() -> None:
+    model, x = Stack(), torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    rewritten = gr.transform(model, gr.on("error:*.l0/h", Observe("norm")), regions="blocks.*")
+
+    assert_same((rewritten(x),), (model(x),), list(model.parameters()))
+    names = {a.partition("#")[0] for a in rewritten.monitor.latest()}
+    assert names == {f"norm@error:blocks.{n}.rec.l0/h" for n in range(3)}
+    assert len(rewritten.monitor.latest()) == 3 * LENGTH
+
+
+@pytest.mark.inductor
+def test_as_a_backend_of_torch_compile() -> None:
+    model = made("lstm")
+    backend = gr.backend(gr.on("error:*l0/h", Observe("norm")))
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(model, backend=backend)
+        for length in (LENGTH, LENGTH + 2):
+            x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
+            found, wanted = compiled(x), model(x)
+            own = torch.autograd.grad(weighted(found), list(model.parameters()))
+            other = torch.autograd.grad(weighted(wanted), list(model.parameters()))
+            for a, b in zip((*found, *own), (*wanted, *other), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+            assert len(backend.monitor.latest()) == length
+
+
+def test_a_skipped_update() -> None:
+    model = made("gru")
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", CheckFinite("skip")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gr.guard(optimizer, rewritten)
+    x, known = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64), []
+    for scale in (1.0, float("nan"), 1.0):
+        before = model.rec.weight_hh_l0.detach().clone()
+        (weighted(rewritten(x)) * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        known.append(torch.equal(before, model.rec.weight_hh_l0))
+
+    assert known == [False, True, False]
+    assert rewritten.monitor.skipped == 1
 
 
 BOUND = 0.05

@@ -68,6 +68,12 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         "acts on several gradients together, and each iteration of this loop has one by itself",
         Context(site("error")),
     ),
+    "weighed_behind_a_loop": (
+        P.ClipByNorm(1.0),
+        Context(site("error"), is_in_loop=True, is_weighed_behind=True),
+        "acts inside a loop, and WeighLosses needs the gradient of each loss behind it",
+        Context(site("error"), is_in_loop=True),
+    ),
     "states_in_a_loop": (
         P.ClipByNorm(1.0),
         Context(site("error"), is_in_loop=True, has_states=True),
