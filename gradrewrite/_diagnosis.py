@@ -343,7 +343,8 @@ def observe(site: Site) -> list[Any] | None:
     """Record all that the judge reads; no policy of the user's."""
     if site.kind == "activation" and site.op in _SATURATING | _RECTIFIERS:
         return [passes.Observe("saturated" if site.op in _SATURATING else "zeros")]
-    if site.kind == "error" and (site.output_of or site.dtype == torch.float16):
+    is_hidden_state = site.iteration is not None and site.op == "h"  # of a recurrent layer, at each time step
+    if site.kind == "error" and (site.output_of or is_hidden_state or site.dtype == torch.float16):
         return [passes.Observe("norm", "zeros")]
     if site.kind == "gradient":
         return [passes.Observe("norm", "zeros"), passes.CheckFinite("record")]

@@ -495,6 +495,34 @@ def test_refused_inside(action: Any, wanted: str) -> None:
         rewritten(torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64))
 
 
+class Exploding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rec, self.head = nn.RNN(8, 32, batch_first=True, nonlinearity="relu"), nn.Linear(32, 8)
+        with torch.no_grad():
+            self.rec.weight_hh_l0.mul_(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rec(x)[0])
+
+
+def test_a_diagnosis_names_the_growth_through_time() -> None:
+    torch.manual_seed(0)
+    diagnosis = gr.diagnose(
+        Exploding(),
+        [(torch.randn(8, 40, 8),) for _ in range(10)],
+        loss=lambda output, batch: (output - batch[0].roll(1, 1)).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        steps=10,
+    )
+    (cause,) = diagnosis.causes
+
+    assert diagnosis.outcome == "non-finite"
+    assert (cause.kind, cause.site) == ("exploding", "error:rec.l0/h")
+    assert "per call of rec.l0/h" in cause.text
+    assert 'gr.on("error:rec.l0/h", ClipByNorm(' in diagnosis.policy
+
+
 class SeveralLosses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
