@@ -10,13 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import fake_tensors
-from gradrewrite.ir import editing
+from gradrewrite._compat import aot_autograd, fake_tensors
+from gradrewrite.ir import editing, markers
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import OP_LOOP, LoopCode, hold_code
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward, loop_of
-from gradrewrite.ir.markers import read_markers
+from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.outputs import Iterations, Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import with_label
@@ -260,6 +260,7 @@ class _Insertion:
             node.meta |= {key: forward.meta[key] for key in _OF_CHECKPOINTS if key in forward.meta}
         results, further, made = code.split_forward(nodes)
         _replace_results(forward, results)
+        _return_copies(graph, made)
         outputs = {True: further, False: []}
         self._found.codes.append(parts.forward)
         calls = {True: self._note(new, forward)}
@@ -321,6 +322,17 @@ class _Insertion:
 
 
 _OF_CHECKPOINTS = ("recompute", "ac_graph_id", "has_backward_hook")
+
+
+def _return_copies(graph: fx.Graph, made: Sequence[fx.Node]) -> None:
+    """Let a graph return copies of parts of these tensors: the caller may change its outputs in place."""
+    memory = {fake_tensors.storage_key(value_of(node)) for node in made}
+    outputs = editing.outputs_of(graph.output_node())
+    for position in aot_autograd.output_positions(graph):
+        node = outputs[position]
+        if isinstance(node, fx.Node) and fake_tensors.storage_key(value_of(node)) in memory:
+            copied = editing.insert_call(graph, markers.copy, (node,), graph.output_node(), "is_forward")
+            editing.replace_output(graph, position, copied)
 
 
 def _replace_results(operator_node: fx.Node, results: Sequence[fx.Node]) -> None:

@@ -495,6 +495,21 @@ def test_refused_inside(action: Any, wanted: str) -> None:
         rewritten(torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("policy", [[], INSIDE], ids=["plain", "inside"])
+def test_outputs_that_the_caller_changes_in_place(policy: Any, batch_first: bool) -> None:
+    model, x = made("lstm", batch_first=batch_first), torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+
+    def gradients(net: nn.Module) -> tuple[Tensor, ...]:
+        outputs = net(x)
+        for output in outputs:
+            output.mul_(3.0)
+        return torch.autograd.grad(weighted(outputs), list(model.parameters()))
+
+    for found, wanted in zip(gradients(gr.transform(model, policy)), gradients(model), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 class Exploding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
