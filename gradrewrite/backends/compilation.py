@@ -44,12 +44,12 @@ from gradrewrite.ir.loop_code import LoopCode
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.values import Value
-from gradrewrite.policy.rules import Answered, ask_in_order
+from gradrewrite.policy.rules import Answered, answers_alike, ask_in_order
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.comparison import rewrite_and_compare
 from gradrewrite.rewriting.function_values import FunctionValues
-from gradrewrite.rewriting.inserters.loops import is_acting, run_loops_in, sites_in
+from gradrewrite.rewriting.inserters.loops import has_equal_answers, is_acting, run_loops_in, sites_in
 from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.rewriting.joint import rewrite_joint_graph
 from gradrewrite.rewriting.result import RewriteResult
@@ -235,6 +235,7 @@ class GraphCompilation:
         around = region_call("" if region is None else region.name)
         recurrent = find_recurrent(gm, lambda node: calls_around(node, session.names, around))
         self.loops = tuple(loop for one in recurrent for loop in one.loops)
+        self._fix_lengths()
         number_loops(self.loops, 0 if region is None else region.number, self.calls_before)
         for one in recurrent:
             answers = {site: ask_in_order(session.config.policy, site) for loop in one.loops for site in sites_in(loop)}
@@ -242,7 +243,18 @@ class GraphCompilation:
             if any(is_acting(own, self.measured) for own in answers.values()):
                 for loop in one.loops:
                     loop.is_marked = True
+                    if not has_equal_answers(loop, answers):  # bounds by site
+                        loop.length = int(loop.length)
             one.replace()
+
+    def _fix_lengths(self) -> None:
+        """Compile for the lengths at hand where the answers, or the numbers of iterations, could depend on them."""
+        times = Counter(loop.name for loop in self.loops)
+        policy, is_alone = self.session.config.policy, self.region is None and not self.calls_before
+        for loop in self.loops:
+            are_alike = all(answers_alike(policy, f"{loop.name}/{value}") for value in loop.values)
+            if not (are_alike and is_alone and times[loop.name] == 1):
+                loop.length = int(loop.length)  # a guard, where it is a symbol
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""

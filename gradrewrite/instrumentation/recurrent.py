@@ -255,7 +255,7 @@ def run_as_operators(gm: fx.GraphModule) -> None:
             call = RecurrentCall.of(node.target, _positional(node))
             assert call is not None
             settings = _positional(node)[3:]
-            node.args = (node.target.__name__, call.x, list(call.states), list(call.parameters), *settings)
+            node.args = (call.op.__name__, call.x, list(call.states), list(call.parameters), *settings)
             node.target, node.kwargs = OP_RECURRENT, {}
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -294,6 +295,12 @@ def rule_skips(policy: Policy) -> bool:
     """Whether a rule of a policy may skip updates."""
     found = (insertion_anywhere(action) for rule in rules_of(policy) for action in _flat(rule.action))
     return any(insertion is not None and skips_updates(insertion) for insertion in found)
+
+
+def answers_alike(policy: Policy, name: str) -> bool:
+    """Return whether a policy answers alike at all calls of a site's name: it has rules alone, and none of one call."""
+    patterns = [Pattern.parse(rule.pattern) for rule in rules_of(policy)]
+    return not callbacks_of(policy) and not any(p.call is not None and fnmatchcase(name, p.glob) for p in patterns)
 
 
 def callbacks_of(policy: Policy, position: tuple[int, ...] = ()) -> dict[tuple[int, ...], Callable[[Site], Answer]]:

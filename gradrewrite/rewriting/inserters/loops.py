@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -49,6 +49,16 @@ def sites_in(loop: Loop) -> Iterable[Site]:
 def is_acting(answers: Sequence[Answered], measured: Measured) -> bool:
     """Return whether a policy's answers at a site insert something in steps with these measurements."""
     return any(not isinstance(found.insertion.effect, Omitted) for found in sampled(answers, measured))
+
+
+def has_equal_answers(loop: Loop, answers: Mapping[Site, tuple[Answered, ...]]) -> bool:
+    """Return whether a policy's answers are equal in all iterations of a loop."""
+    for kind in KINDS:
+        for name in loop.values:
+            sites = (loop.site(name, kind, n) for n in range(fake_tensors.hint_of(loop.length)))
+            if len({tuple(found.insertion.key for found in answers[site]) for site in sites}) > 1:
+                return False
+    return True
 
 
 @dataclass
@@ -259,8 +269,9 @@ class _Insertion:
         for node in new:
             node.meta |= {key: forward.meta[key] for key in _OF_CHECKPOINTS if key in forward.meta}
         results, further, made = code.split_forward(nodes)
+        memory = {fake_tensors.storage_key(value_of(node)) for node in (*made, *forward.users)}
         _replace_results(forward, results)
-        _return_copies(graph, made)
+        _return_copies(graph, memory)
         outputs = {True: further, False: []}
         self._found.codes.append(parts.forward)
         calls = {True: self._note(new, forward)}
@@ -324,11 +335,10 @@ class _Insertion:
 _OF_CHECKPOINTS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
-def _return_copies(graph: fx.Graph, made: Sequence[fx.Node]) -> None:
-    """Let a graph return copies of parts of these tensors: the caller may change its outputs in place."""
-    memory = {fake_tensors.storage_key(value_of(node)) for node in made}
+def _return_copies(graph: fx.Graph, memory: Collection[int]) -> None:
+    """Let a graph return copies of tensors in this memory: the caller may change its outputs in place."""
     outputs = editing.outputs_of(graph.output_node())
-    for position in aot_autograd.output_positions(graph):
+    for position in range(aot_autograd.num_forward_outputs(graph)):
         node = outputs[position]
         if isinstance(node, fx.Node) and fake_tensors.storage_key(value_of(node)) in memory:
             copied = editing.insert_call(graph, markers.copy, (node,), graph.output_node(), "is_forward")

@@ -371,6 +371,46 @@ def test_lengths_and_batches(name: str, policy: Any) -> None:
         assert len(rewritten.explain().graphs) == graphs, (length, batch)
 
 
+@pytest.mark.parametrize(
+    ("policy", "acts"),
+    [
+        (gr.on("error:rec.l0/h#3", Scale(3.0)), lambda t: t == 3),
+        (lambda s: Scale(3.0) if s.matches("error:rec.l0/h") and s.iteration % 2 == 0 else None, lambda t: t % 2 == 0),
+        (lambda s: Scale(3.0) if s.matches("error:rec.l0/h") and s.iteration >= 5 else None, lambda t: t >= 5),
+    ],
+    ids=["one", "even", "late"],
+)
+def test_answers_at_lengths_that_change(policy: Any, acts: Callable[[int], bool]) -> None:
+    model = made("gru")
+    rewritten = gr.transform(model, policy)
+    for length in (4, 9, 3, 6):
+        x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
+        hooks = {"h": lambda t: (lambda e: e * 3.0) if acts(t) else None}
+        found = torch.autograd.grad(weighted(rewritten(x)), list(model.parameters()))
+        wanted = torch.autograd.grad(weighted(loop_over_cells(model.rec, x, hooks)), list(model.parameters()))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_numbers_of_a_second_call_at_lengths_that_change() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rec = nn.LSTM(FEATURES, WIDTH).double()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            first, states = self.rec(x)
+            return first.square().sum() + self.rec(y, states)[0].sum()
+
+    model = Twice()
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", Observe("norm")))
+    for lengths in ((6, 4), (8, 4), (3, 9), (5, 5)):
+        x, y = (torch.randn(length, BATCH, FEATURES, dtype=torch.float64) for length in lengths)
+        rewritten(x, y).backward()
+        found = [a for a in rewritten.monitor.latest() if a.startswith("norm@")]
+        assert found == [f"norm@error:rec.l0/h{f'#{n}' if n else ''}" for n in range(sum(lengths))]
+
+
 def test_history_by_iteration() -> None:
     model = made("gru")
     other = copy.deepcopy(model)
