@@ -248,7 +248,7 @@ class GraphCompilation:
             one.replace()
 
     def _fix_lengths(self) -> None:
-        """Compile for the lengths at hand where the answers, or the numbers of iterations, could depend on them."""
+        """Fix the lengths of loops with length-dependent answers or numbers."""
         times = Counter(loop.name for loop in self.loops)
         policy, is_alone = self.session.config.policy, self.region is None and not self.calls_before
         for loop in self.loops:

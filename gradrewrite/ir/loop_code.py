@@ -20,7 +20,7 @@ _codes: weakref.WeakValueDictionary[str, LoopCode] = weakref.WeakValueDictionary
 
 @dataclass(eq=False)
 class LoopCode:
-    """The body of a loop, and how its results leave it.
+    """The body of a loop, with the layout of its results.
 
     ``body(*carries, *inputs, *invariants)`` returns the next carries, then the outputs of the iteration. The operator
     ``loop`` returns one tensor a carry, then the outputs stacked over the iterations. Of a stacked carry that is all
@@ -95,7 +95,7 @@ class LoopCode:
         return [*last, *kept]
 
     def _strides(self, count: int) -> list[tuple[Any, ...] | None]:
-        """Return the strides of invariants in the trace of the body; None where they are not known."""
+        """Return the strides of traced invariants; None for unknown ones."""
         nodes = self.body.graph.find_nodes(op="placeholder")
         known = [node.meta["val"].stride() if "val" in node.meta else None for node in nodes[len(nodes) - count :]]
         return known if count else []

@@ -35,7 +35,6 @@ class JointBody:
     floating: list[int]  # positions of the results that have a gradient
     wanted: list[int]  # positions of the inputs whose gradients are asked for
     num_forward: int = 0  # further outputs of the forward, behind the results
-    num_backward: int = 0  # further outputs of the backward, behind the gradients
     live: list[Tensor] = field(default_factory=list)  # further invariants
 
     @property
@@ -219,7 +218,7 @@ def _cut_forward(
     stacks: list[fx.Node] = []
 
     def place(node: fx.Node) -> tuple[Given, int]:
-        """Find where all iterations' values of a node are, or stack them."""
+        """Find the stack of a node's values, or add one."""
         if node in placeholders:
             position = placeholders.index(node)
             if position < number:

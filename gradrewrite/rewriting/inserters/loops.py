@@ -253,7 +253,6 @@ class _Insertion:
             body.num_forward += 1
         else:
             editing.add_outputs(body.graph, [node])
-            body.num_backward += 1
 
     def _lift_live(self) -> None:
         live = editing.live_tensors(self._body.graph)
