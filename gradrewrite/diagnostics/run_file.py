@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from gradrewrite.diagnostics.run_log import Origin, Step
+from gradrewrite.diagnostics.stacked_records import StackReader, records_to_json
 from gradrewrite.ir.outputs import ClipRecords, SiteOp
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import Clip, LogFigures, NormClip, ValueClip
@@ -71,6 +70,7 @@ class _Seen:
 
     origin: Origin | None = None
     headers: dict[int, Header] = field(default_factory=dict)
+    stacks: StackReader = field(default_factory=StackReader)
 
     def add(self, data: Mapping[str, Any]) -> None:
         if not isinstance(data["clips"], list):
@@ -86,15 +86,8 @@ def step_to_json(step: Step, graphs: int) -> dict[str, object]:
         row["update"] = step.update
     if step.micro_batch:
         row["micro_batch"] = step.micro_batch
-    row["records"] = {key: plain_number(value) for key, value in step.records.items()}
+    row["records"] = records_to_json(step.records, step.stacks)
     return row if not step.culprits else {**row, "culprits": step.culprits}
-
-
-def plain_number(value: float) -> float | str:
-    """A number as strict JSON has it; NaN and infinities as strings that ``float`` reads."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def origin_to_json(origin: Origin) -> dict[str, object]:
@@ -166,12 +159,12 @@ def _step(data: object, seen: _Seen) -> Step:
     graphs = _whole(data, "graphs") if "graphs" in data else None
     if graphs is not None and graphs not in seen.headers:
         raise ValueError(f'no line {{"graphs": {graphs}, "clips": [...]}} stands before it')
-    # the same addresses come in every row: kept once
-    records = {sys.intern(address): _number(address, value) for address, value in data["records"].items()}
+    records, stacks = seen.stacks.read(data["records"])
     clips, ops = ((), ()) if graphs is None else seen.headers[graphs]
     update = _whole(data, "update") if "update" in data else step
     micro_batch = _whole(data, "micro_batch") if "micro_batch" in data else 0
-    return Step(step, records, clips, ops, str(data.get("culprits", "")), update, micro_batch, seen.origin)
+    culprits = str(data.get("culprits", ""))
+    return Step(step, records, clips, ops, culprits, update, micro_batch, seen.origin, stacks)
 
 
 def _whole(data: Mapping[str, object], name: str) -> int:
@@ -179,14 +172,6 @@ def _whole(data: Mapping[str, object], name: str) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(f"wanted a whole number >= 0 as {name}, got {number!r:.60}")
     return number
-
-
-def _number(address: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    raise ValueError(f'wanted a number, "NaN", "Infinity" or "-Infinity" for {address!r}, got {value!r:.60}')
 
 
 def _refuse(constant: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradrewrite._utils import formatting
 from gradrewrite._utils.formatting import table_of
-from gradrewrite.ir.outputs import ClipRecords, SiteOp
+from gradrewrite.ir.outputs import ClipRecords, SiteOp, Stack
 from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.sites import TRAITS, kinds_with
 
@@ -57,6 +57,7 @@ class Step:
             Where no optimizer has a guard, of the backward of its model.
         micro_batch: Number of the backward among those of its update, from 0.
         origin: Version, policy and configuration; None where it was read from a file that does not tell.
+        stacks: Addresses of the records of each loop, by record and iteration; some may have no value.
 
     Raises:
         ValueError: A name has no ``@``.
@@ -70,6 +71,7 @@ class Step:
     update: int = -1
     micro_batch: int = 0
     origin: Origin | None = field(default=None, compare=False)
+    stacks: tuple[Stack, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.update < 0:

@@ -25,6 +25,7 @@ from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
 from gradrewrite.diagnostics.run_log import last_run
+from gradrewrite.diagnostics.stacked_records import summed_up
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.integrations._figures import log_histograms, main_figures
@@ -272,7 +273,8 @@ class Attachment:
         rates = clips.take()
         if self._patterns is None:
             return main_figures(steps, rates) if steps else {}
-        records = {key: value for step in steps for key, value in step.records.items()}  # the last one of each
+        rows = (summed_up(step.records, step.stacks) for step in steps)
+        records = {key: value for row in rows for key, value in row.items()}  # the last one of each
         latest, exponents = split_exponents(records | rates)
         log_histograms({tag: counts for tag, counts in _tagged(exponents) if self._is_chosen(tag)})
         return {tag: value for tag, value in _tagged(latest) if self._is_chosen(tag)}

@@ -18,6 +18,7 @@ from gradrewrite.sites import Site
 
 Owner: TypeAlias = Site | str  # a site, or the text of what is none: ``group:default``, ``data:x``
 PlacedReport: TypeAlias = Figures[RecordKey] | Kept
+Stack: TypeAlias = tuple[tuple[str, ...], ...]  # addresses of the records of a loop, by record and iteration
 _Placed = TypeVar("_Placed", bound=PlacedReport, covariant=True)
 
 
@@ -191,6 +192,19 @@ class BackwardOutputs:
         return tuple(key for placed in self.placed for key in placed.shown)
 
     @cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The records of iterations of loops: figures, then bounds that the host has."""
+        inside = [p for p in self.placed if isinstance(p.owner, Site) and p.site.iteration is not None]
+        groups: list[list[Placed[PlacedReport]]] = []
+        for placed in inside:
+            if not groups or (groups[-1][-1].site.iteration or 0) > (placed.site.iteration or 0):
+                groups.append([])  # of the next loop
+            groups[-1].append(placed)
+        found = [_stack_of((p.site, key) for p in own for key in p.shown) for own in groups]
+        found += [_stack_of((p.site, key) for p in own for key, _ in p.bounds) for own in groups]
+        return tuple(stack for stack in found if stack)
+
+    @cached_property
     def checks(self) -> tuple[PlacedCheck, ...]:
         """The finite checks, in the order of execution."""
         found = [p for p in self.placed if isinstance(p.report, Check)]
@@ -328,6 +342,26 @@ def _execution_of(check: PlacedCheck, position: int) -> tuple[int, int, int]:
     if iteration is None:
         return order, 0, 0
     return (order, iteration, position) if check.site.traits.in_forward else (order, -iteration, -position)
+
+
+def _stack_of(records: Iterable[tuple[Site, RecordKey]]) -> Stack:
+    """Return the stack of records in the order of execution, which those of each iteration keep."""
+    order: list[tuple[RecordKey, int]] = []  # with the number of iteration 0 among the calls
+    length, position = 0, 0
+    for site, key in records:
+        assert site.iteration is not None
+        if site.iteration >= length:
+            length, position = site.iteration + 1, 0
+        one = replace(key, site=key.site.removesuffix(f"#{site.call}")), site.call - site.iteration
+        if one not in order:
+            order.insert(position, one)
+        position = order.index(one) + 1
+    return tuple(iterations_of(str(key), call, length) for key, call in order)
+
+
+def iterations_of(address: str, first: int, length: int) -> tuple[str, ...]:
+    """Return the addresses of a record in successive calls of its site, from an address without a number."""
+    return tuple(f"{address}#{n}" if n else address for n in range(first, first + length))
 
 
 def _pack_of_all(pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], length: int, label: str) -> Pack:

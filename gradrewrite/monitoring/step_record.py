@@ -228,7 +228,9 @@ class StepRecord:
         records = {str(key): value for key, value in self.values().items()}
         ops = [own.outputs.ops for own in reversed(self.graphs)]
         own_ops = ops[0] if len(ops) == 1 else tuple(dict.fromkeys(chain(*ops)))
-        return Step(self.step, records, self.clips(), own_ops, self.culprits, self.update, self.micro_batch, origin)
+        stacks = tuple(stack for own in reversed(self.graphs) for stack in own.outputs.stacks)
+        numbers = self.update, self.micro_batch
+        return Step(self.step, records, self.clips(), own_ops, self.culprits, *numbers, origin, stacks)
 
     def clips(self) -> tuple[ClipRecords, ...]:
         """Return the clips, in the order of ``values``."""

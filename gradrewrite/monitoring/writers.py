@@ -24,6 +24,7 @@ from gradrewrite.diagnostics.run_file import (
     step_to_json,
 )
 from gradrewrite.diagnostics.run_log import Origin, Step
+from gradrewrite.diagnostics.stacked_records import summed_up
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.step_record import StepRecord
@@ -155,7 +156,8 @@ class JsonLines:
     set; which records belong to which clip, its action, its rule and the call of its site; the op and the source line
     of activations and errors. Steps have ``"update": 1`` where it is another number, and ``"micro_batch": 2`` but for
     the first one of an update; on several ranks ``"rank": 1`` too. A step with a skipped update that was asked about
-    has ``"culprits": "update 7 was skipped ..."``.
+    has ``"culprits": "update 7 was skipped ..."``. The records of a loop are one object among the others, with a list
+    over the iterations for each: ``"loop 0": {"dtype": "float32", "records": {"norm@error:lstm.l0/h": [...]}}``.
 
     A step is one write, so a kill leaves whole lines. What could not be written whole (a full disk) is taken back, and
     an unfinished line that an earlier run left is taken off when the file is opened.
@@ -243,15 +245,18 @@ class JsonLines:
 
 
 class ClipRates:
-    """Shares of clipped steps since the last log."""
+    """Shares of clipped steps since the last log, of iterations in loops."""
 
     def __init__(self) -> None:
         self._acted: dict[str, list[bool]] = defaultdict(list)
 
     def add(self, step: Step) -> None:
         """Count one step; a factor of NaN counts as clipped."""
+        first = {address: own[0] for stack in step.stacks for own in stack for address in own}
         for clip in step.clips:
-            self._acted[str(replace(clip.factor, record="rate"))].append(step.records[str(clip.factor)] != 1)
+            factor = str(clip.factor)
+            rate = replace(RecordKey.parse(first.get(factor, factor)), record="rate")
+            self._acted[str(rate)].append(step.records[factor] != 1)
 
     def take(self) -> dict[str, float]:
         """Return ``rate@site`` of the clips since the last call, each in [0, 1]."""
@@ -265,6 +270,9 @@ class TensorBoard:
 
     Exponents are one histogram of absolute values, by ``add_histogram_raw``: buckets end at powers of two (zeros are in
     the first one), infinities and NaN are left out, sums are those of the middles of the buckets.
+
+    Of a record in the iterations of a loop come ``norm_largest/site``, ``norm_largest_at/site`` (which iteration) and
+    ``norm_last/site``.
 
     Whenever steps were written, ``rate/site`` follows: the share of them in which a clip acted. The step is the number
     of the update, with several micro-batches that of the backward.
@@ -283,7 +291,7 @@ class TensorBoard:
         self._shift = step.update - step.step if self._shift is None else self._shift
         self._is_accumulated |= step.micro_batch > 0
         at = step.step + self._shift if self._is_accumulated else step.update
-        scalars, exponents = split_exponents(step.records)
+        scalars, exponents = split_exponents(summed_up(step.records, step.stacks))
         for address, value in scalars.items():
             self.writer.add_scalar(address.replace("@", "/", 1), value, at)
         for address, counts in exponents.items() if hasattr(self.writer, "add_histogram_raw") else ():

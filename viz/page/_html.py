@@ -15,9 +15,9 @@ from typing import Any
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.growth import judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
-from gradrewrite.diagnostics.run_file import plain_number
 from gradrewrite.diagnostics.run_log import BACKWARD, Run
 from gradrewrite.diagnostics.site_health import backward_order
+from gradrewrite.diagnostics.stacked_records import plain_number
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz import _layout
 from gradrewrite.viz import _theme as theme

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
+from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.passes import (
     CheckFinite,
     ClipByGlobalNorm,
@@ -436,6 +439,36 @@ def test_history_by_iteration() -> None:
         monitor.history("norm@error:rec.l1/h", per="iteration")
     with pytest.raises(ValueError, match='per is "backward", "step" or "iteration", got \'iterations\''):
         monitor.history("norm@error:rec.l0/h", per="iterations")  # type: ignore[call-overload]
+
+
+class Scalars(dict[str, float]):
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self[tag] = value
+
+
+def test_logs(tmp_path: Path) -> None:
+    policy = [gr.on("error:rec.l0/[hc]", ClipByNorm(1e-3)), gr.on("error:rec.l0/gates#2", Observe("max"))]
+    rewritten = gr.transform(made("lstm"), policy)
+    rewritten.monitor.to_jsonl(tmp_path / "run.jsonl")
+    writer = Scalars()
+    rewritten.monitor.to_tensorboard(writer)
+    for length in (3, 5):
+        weighted(rewritten(torch.randn(length, BATCH, FEATURES, dtype=torch.float64))).backward()
+    rewritten.monitor.flush()
+
+    rows = read_jsonl(tmp_path / "run.jsonl")
+    latest = rewritten.monitor.latest()
+    assert list(rows[-1].records.items()) == list(latest.items())
+    assert len([name for name in latest if "#4" in name]) == 6  # norm, factor and bound, of h and c
+    data = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])["records"]
+    assert list(data) == ["loop 0", "loop 1"]
+    assert data["loop 1"]["dtype"] == "float64"  # of bounds
+    norms = [latest[f"norm@error:rec.l0/h{n}"] for n in ("", "#1", "#2", "#3", "#4")]
+    assert writer["norm_largest/error:rec.l0/h"] == max(norms)
+    assert writer["norm_largest_at/error:rec.l0/h"] == norms.index(max(norms))
+    assert writer["norm_last/error:rec.l0/h"] == norms[-1]
+    assert writer["rate/error:rec.l0/h"] == 1
+    assert not [tag for tag in writer if "#" in tag and "gates" not in tag]
 
 
 def test_marks_of_lengths_are_taken_off_again() -> None:
