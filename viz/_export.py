@@ -25,7 +25,8 @@ def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
     or ``"backward"``), ``order`` (number of the torch-level op in the forward; its backward has the same; -1 for what
     carries records), ``op`` (as the user called it), ``name`` (what a placeholder stands for), ``module`` (the
     innermost, with ``#n`` for its calls), ``runs`` (all module calls around it, outermost first, separated by ``/``),
-    ``source``, ``loss`` (of the backward of one of several losses, -1 of others), ``shape``, ``dtype``, ``inserted``,
+    ``source``, ``turns`` (iterations of a loop, else 0; the nodes of its body are named behind it, ``loop_1.where``),
+    ``loss`` (of the backward of one of several losses, -1 of others), ``shape``, ``dtype``, ``inserted``,
     ``mark`` (``""``, ``"edit"``, ``"records"``), ``edit`` (its number, -1 for none), ``site`` and ``action`` (of the
     edit), ``reshapes``. Edges have ``saved``: from the forward to the backward. The graph has ``schema``, ``version``,
     ``sites``, ``edits`` and ``outputs``.
@@ -95,6 +96,7 @@ def _attributes(graph_view: GraphView, node: Node) -> dict[str, str | int | bool
         "module": node.module_call,
         "runs": "/".join(map(call_name, node.calls)),
         "source": node.source,
+        "turns": node.turns,
         "loss": -1 if node.loss is None else node.loss,
         "shape": node.shape,
         "dtype": node.dtype,

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from torch import Tensor, fx
 
+from gradrewrite._compat import fake_tensors
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.ir.loop_code import OP_LOOP, code_of
 from gradrewrite.ir.provenance import Lane, Origin
 from gradrewrite.sites import Site
 
@@ -41,6 +43,8 @@ class Node:
     edit: int  # number of the edit, -1 if there is none
     shape: str  # ``"4, 16"``; several values are in brackets
     dtype: str  # ``"float32"``
+    turns: int  # of a loop, the number of its iterations; else 0
+    num_carried: int  # of a loop, the number of values that it carries from iteration to iteration
     reshapes: bool  # it only gives a tensor another shape, or takes a tuple apart
 
     @property
@@ -92,9 +96,18 @@ def read_graph(graph: JointGraph) -> GraphView:
         )
     marks: dict[str, tuple[Mark, int]] = dict.fromkeys(graph.record_nodes, ("records", -1))
     marks |= {name: ("edit", number) for number, edit in enumerate(graph.edits) for name in edit.nodes}
-    fx_nodes = [node for node in graph.graph_module.graph.nodes if node.op != "output"]
-    nodes = {node.name: _node(node, graph, *marks.get(node.name, ("", -1))) for node in fx_nodes}
-    edges = [(read.name, node.name) for node in fx_nodes for read in node.all_input_nodes]
+    nodes: dict[str, Node] = {}
+    edges: list[tuple[str, str]] = []
+    for node in graph.graph_module.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.target is OP_LOOP:
+            inside, edges_inside = _body(node, graph, marks)
+            nodes |= inside
+            edges += edges_inside
+        else:
+            edges += ((read.name, node.name) for read in node.all_input_nodes)
+        nodes[node.name] = _node(node, node.name, graph, *marks.get(node.name, ("", -1)))
     anchors = graph.provenance.anchors
     return GraphView(
         nodes=nodes,
@@ -185,15 +198,35 @@ def call_name(call: tuple[str, int]) -> str:
     return f"{call[0]}#{call[1]}" if call[1] else call[0]
 
 
-def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
+def _body(
+    call: fx.Node, graph: JointGraph, marks: Mapping[str, tuple[Mark, int]]
+) -> tuple[dict[str, Node], list[tuple[str, str]]]:
+    """Return the nodes in the body of a loop, and the edges to them and to the node that runs it."""
+    given: list[fx.Node] = call.args[0]  # type: ignore[assignment]
+    body = code_of(call).body.graph
+    names = {node: f"{call.name}.{node.name}" for node in body.nodes}
+    names |= {node: read.name for node, read in zip(body.find_nodes(op="placeholder"), given, strict=True)}
+    nodes: dict[str, Node] = {}
+    edges: list[tuple[str, str]] = []
+    for node in body.nodes:
+        is_output = node.op == "output"
+        edges += ((names[read], call.name if is_output else names[node]) for read in node.all_input_nodes)
+        if not is_output and node.op != "placeholder":
+            nodes[names[node]] = _node(node, names[node], graph, *marks.get(names[node], ("", -1)), call)
+    return nodes, edges
+
+
+def _node(node: fx.Node, name: str, graph: JointGraph, mark: Mark, edit: int, call: fx.Node | None = None) -> Node:
     shape, dtype = _describe_value(node.meta.get("val"))
     target = str(node.target) if not callable(node.target) or hasattr(node.target, "overloadpacket") else ""
     target = target or getattr(node.target, "__name__", str(node.target))
     is_reshape = node.target is operator.getitem or (target.startswith("aten.") and target.split(".")[1] in _RESHAPES)
     role: Role = "op" if node.op == "call_function" else ("placeholder" if node.op == "placeholder" else "constant")
-    origin = graph.provenance.origins.get(node.name, Origin("backward", -1, op="unknown"))
+    origins, unknown = graph.provenance.origins, Origin("backward", -1, op="unknown")
+    origin = origins.get(name, unknown if call is None else origins.get(call.name, unknown))
+    is_loop = node.target is OP_LOOP
     return Node(
-        name=node.name,
+        name=name,
         role=role,
         target=target,
         lane=origin.lane,
@@ -207,8 +240,16 @@ def _node(node: fx.Node, graph: JointGraph, mark: Mark, edit: int) -> Node:
         edit=edit,
         shape=shape,
         dtype=dtype,
+        turns=_turns(node) if is_loop else 0,
+        num_carried=code_of(node).num_carries if is_loop else 0,
         reshapes=is_reshape,
     )
+
+
+def _turns(call: fx.Node) -> int:
+    """Return the number of iterations of a loop, of a symbolic one that of its first inputs."""
+    given: list[fx.Node] = call.args[0]  # type: ignore[assignment]
+    return fake_tensors.hint_of(given[code_of(call).num_carries].meta["val"].shape[0])
 
 
 def _describe_value(value: Any) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from itertools import groupby
 from math import isnan
 from typing import Literal, NamedTuple, get_args
 
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.run_log import COUNTS, Run
 from gradrewrite.diagnostics.site_health import percent
@@ -30,7 +31,7 @@ from gradrewrite.viz._loops import find_loops
 
 Column = Literal["input", "forward", "backward", "edit", "output"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
-EdgeKind = Literal["", "saved", "fan"]
+EdgeKind = Literal["", "saved", "fan", "carried"]
 Path = tuple[tuple[str, int], ...]
 
 MANY = 12  # edges; what reads more (a total norm) or is read more (by every step) is joined by faint lines
@@ -129,12 +130,13 @@ def build_ladder(
     """
     of_edits = records_of(run, graph_view.edits)
     hidden = hidden_nodes(graph_view, reshapes=reshapes, records=records)
+    leaders = _leaders(graph_view.edits)
     by_order: dict[int, _Row] = defaultdict(_Row)
     of_node: dict[str, str] = {}
     for name, node in graph_view.nodes.items():
         if name in hidden:
             continue
-        key = of_node[name] = _key(node)
+        key = of_node[name] = _key(node, leaders)
         if node.edit < 0:
             by_order[node.order].nodes.setdefault(key, []).append(node)
     for number, edit in enumerate(graph_view.edits):
@@ -154,11 +156,11 @@ def build_ladder(
         by_order[order].outputs.append((label, name))
     orders = sorted(by_order)
     ops = {node.order: node for node in graph_view.nodes.values() if node.role == "op" and node.edit < 0}
-    rows = [_parts(graph_view, by_order[order], of_edits) for order in orders]
+    rows = [_parts(graph_view, by_order[order], of_edits, leaders) for order in orders]
     pairs = Counter((of_node[a], of_node[b]) for a, b in contracted_edges(graph_view, hidden))
     pairs.update((of_node[name], f"returned {label}") for label, name in outputs)
     bands = _bands([ops.get(order) for order in orders], rows)
-    return Ladder(graph_view, rows, bands, join(rows, pairs), hidden)
+    return Ladder(graph_view, rows, bands, [*join(rows, pairs), *carried_edges(graph_view, of_node)], hidden)
 
 
 def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -> list[Edge]:
@@ -177,6 +179,28 @@ def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -
     return edges
 
 
+def carried_edges(graph_view: GraphView, of_node: Mapping[str, str]) -> list[Edge]:
+    """Return an edge from a box with loops to itself, for the values that they carry."""
+    numbers = Counter[str]()
+    for name, node in graph_view.nodes.items():
+        if node.turns and name in of_node:
+            numbers[of_node[name]] += node.num_carried
+    return [Edge(key, key, "carried", number) for key, number in numbers.items()]
+
+
+def turns_of(nodes: Sequence[Node]) -> str:
+    """Return the numbers of iterations of the loops among nodes, as the end of a text; ``""`` without any."""
+    turns = sorted({node.turns for node in nodes if node.turns})
+    return f" \u00b7 loop x {', '.join(map(str, turns))}" if turns else ""
+
+
+def _leaders(edits: Sequence[Edit]) -> dict[int, int]:
+    """Return for each edit the first of its box: one action at a value in several iterations of a loop is one box."""
+    first: dict[Hashable, int] = {}
+    keys = (n if e.site.iteration is None else (e.text, e.site.kind, e.site.name) for n, e in enumerate(edits))
+    return {n: first.setdefault(key, n) for n, key in enumerate(keys)}
+
+
 def only_measures(edit: Edit) -> bool:
     """Whether an edit is a figure of its op, and no change: ``Observe``."""
     return action_name(edit.action) == "Observe"
@@ -191,7 +215,10 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], records: 
     """Return the box of one edit, or of equal edits at several sites: action, site, clip rate and median factor."""
     first = graph_view.edits[numbers[0]]
     times = f" x {len(numbers)}" if len(numbers) > 1 else ""
-    small = [fold_names([str(graph_view.edits[n].site) for n in numbers])]
+    names = [str(graph_view.edits[n].site) for n in numbers]
+    if len(numbers) > 1 and first.site.iteration is not None:
+        names = [f"{graph_view.edits[n].site.kind}:{graph_view.edits[n].site.name}" for n in numbers]
+    small = [fold_names(names)]
     lines = [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in numbers]
     clips, quiet = records
     known = {n: clips[n] for n in numbers if n in clips}
@@ -271,15 +298,15 @@ def template(name: str) -> str:
     return _NUMBER.sub(ANY_NUMBER, name)
 
 
-def _key(node: Node) -> str:
+def _key(node: Node, leaders: Mapping[int, int]) -> str:
     if node.edit >= 0:
-        return f"edit {node.edit}"
+        return f"edit {leaders[node.edit]}"
     if node.mark:
         return "records"
     return node.name if node.role == "placeholder" else f"{node.lane} {node.order}"
 
 
-def _parts(graph_view: GraphView, row: _Row, records: EditRecords) -> list[Part]:
+def _parts(graph_view: GraphView, row: _Row, records: EditRecords, leaders: Mapping[int, int]) -> list[Part]:
     parts = []
     for key, nodes in row.nodes.items():
         node, names = nodes[0], tuple(node.name for node in nodes)
@@ -299,10 +326,11 @@ def _parts(graph_view: GraphView, row: _Row, records: EditRecords) -> list[Part]
         lines += [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in figures]
         names += tuple(name for n in figures for name in graph_view.edits[n].nodes)
         title = "\n".join(lines)
-        small = f"{node.module_call or '(model)'}{of_losses(nodes)}"
+        small = f"{node.module_call or '(model)'}{turns_of(nodes)}{of_losses(nodes)}"
         parts.append(Part(key, node.lane, text, small, names, title=title, figures=figures))
     parts.sort(key=lambda part: COLUMNS.index(part.column))
-    parts += [edit_part(graph_view, f"edit {number}", [number], records) for number in row.edits]
+    boxes = grouped((leaders[number], number) for number in row.edits)
+    parts += [edit_part(graph_view, f"edit {leader}", numbers, records) for leader, numbers in boxes.items()]
     for label, name in row.outputs:
         column = "output" if graph_view.nodes[name].lane == "backward" else "input"
         parts.append(Part(f"returned {label}", column, label.removeprefix("gradient:"), title=label))

@@ -20,7 +20,7 @@ from gradrewrite.viz._ladder import COLUMNS, Column, Edge, Ladder, Part, describ
 from gradrewrite.viz._metric_colors import SiteMetric, box_colors
 from gradrewrite.viz._norms import HEIGHT, Cell, SiteNorms, cells_of
 from gradrewrite.viz._scene import HEAD, SMALL, SWATCH, Box, Frame, Label, LegendEntry, Line, Scene, fit_boxes
-from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, PAPER, RECORDS, SAVED
+from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, LINE, PAPER, RECORDS, SAVED
 
 WIDTHS: Mapping[Column, float] = {"input": 170, "forward": 230, "backward": 230, "edit": 360, "output": 170}
 HEADINGS: Mapping[Column, str] = {
@@ -111,6 +111,11 @@ class LadderLayout:
         return [(e, self._points(parts[e.source], parts[e.target], rank)) for e in self.ladder.edges]
 
     def _points(self, a: Part, b: Part, rank: Mapping[str, int]) -> tuple[Point, ...]:
+        if a.key == b.key:  # what a loop carries: from the end of an iteration to the begin of the next
+            side = self.columns[a.column] + WIDTHS[a.column] * (a.column == "backward")
+            bend, is_down = side + REACH * (1 if a.column == "backward" else -1), a.column == "forward"
+            end, begin = (0.8, 0.2) if is_down else (0.2, 0.8)
+            return (side, a.key, end), (bend, a.key, end), (bend, a.key, begin), (side, a.key, begin)
         left, right = (self.columns[part.column] for part in (a, b))
         if a.column != b.column:
             is_right = right > left
@@ -241,6 +246,8 @@ def _line(route: Route, boxes: Mapping[str, Box]) -> Line:
 def _legend(ladder: Ladder) -> list[LegendEntry]:
     shown = {part.classes for part in ladder.parts}
     found = [entry for classes, entry in _LEGEND.items() if classes in shown]
+    if any(edge.kind == "carried" for edge in ladder.edges):
+        found.append(LegendEntry(LINE, LINE, "from a box to itself: what a loop carries to its next iteration"))
     if any(edge.kind == "saved" for edge in ladder.edges):
         found.append(LegendEntry(PAPER, SAVED, "dashed: a forward value saved for the backward"))
     return found

@@ -134,15 +134,23 @@ def sites_by_order(graph_view: GraphView) -> dict[int, list[str]]:
 def cells_of(ladder: Ladder, norms: SiteNorms) -> dict[str, list[Cell]]:
     """Return the cells of the boxes of the backward with a norm, by key; one cell for a box that is not folded.
 
+    A loop with norms inside has one for each iteration.
+
     A box has the norms of the errors that reach it, of the outputs of its ops.
     """
     view, of = ladder.graph_view, sites_by_order(ladder.graph_view)
+    numbers = {str(site): site.iteration for site in view.sites if site.iteration is not None}
     found = {}
     for part in (part for part in ladder.parts if part.column == "backward"):
         orders = [
             (name, dict.fromkeys(node.order for n in nodes if not (node := view.nodes[n]).mark))
             for name, nodes in part.cells or [(part.text, part.nodes)]
         ]
+        (of_part, own), *more = orders
+        turns = grouped((numbers[site], site) for order in own for site in of.get(order, ()) if site in numbers)
+        if not more and any(site in norms.by_site for sites in turns.values() for site in sites):
+            found[part.key] = [Cell(f"{of_part}#{n}", tuple(turns[n])) for n in sorted(turns)]
+            continue
         cells = [Cell(name, tuple(site for order in own for site in of.get(order, ()))) for name, own in orders]
         if any(site in norms.by_site for cell in cells for site in cell.sites):
             found[part.key] = cells

@@ -21,6 +21,7 @@ from gradrewrite.viz._graph_view import (
 from gradrewrite.viz._ladder import (
     Ladder,
     Part,
+    carried_edges,
     edit_part,
     fold_names,
     join,
@@ -29,6 +30,7 @@ from gradrewrite.viz._ladder import (
     only_measures,
     records_of,
     template,
+    turns_of,
 )
 from gradrewrite.viz._loops import find_loops
 from gradrewrite.viz._norms import SiteNorms, differing_siblings, sites_by_order
@@ -92,7 +94,8 @@ def build_overview(graph_view: GraphView, run: Run | None = None, norms: SiteNor
     pairs = Counter(
         (of_node[a], of_node[b]) for a, b in contracted_edges(graph_view, hidden) if a in of_node and b in of_node
     )
-    return Ladder(graph_view, rows, (), join(rows, pairs), hidden, is_overview=True)
+    edges = [*join(rows, pairs), *carried_edges(graph_view, of_node)]
+    return Ladder(graph_view, rows, (), edges, hidden, is_overview=True)
 
 
 def _boxes(number: int, group: _Group) -> list[Part]:
@@ -101,7 +104,7 @@ def _boxes(number: int, group: _Group) -> list[Part]:
         nodes = [n for n in group.nodes if n.lane == lane]
         if nodes:
             ops = len({n.order for n in nodes})
-            small = f"{ops} op{'s' if ops != 1 else ''}{of_losses(nodes)}"
+            small = f"{ops} op{'s' if ops != 1 else ''}{turns_of(nodes)}{of_losses(nodes)}"
             names = tuple(n.name for n in nodes)
             source = next((n.source for n in nodes if n.source), "")
             title = f"{label}\n{lane}: {small}, {len(nodes)} nodes\n{source}".rstrip()

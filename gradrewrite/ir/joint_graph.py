@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import unified_diff
 
@@ -61,24 +62,11 @@ class JointGraph:
         marks = {name: f"loss {origin.loss}" for name, origin in origins if origin.loss is not None}
         marks |= {name: f"{edit.text} at {edit.site}" for edit in self.edits for name in edit.nodes}
         marks |= dict.fromkeys(self.record_nodes, "records")
-        lines = []
-        for line in self.graph_module.print_readable(print_output=False).splitlines():
-            if _OWN_LINE.match(line):
-                continue
-            text = _DELETED.sub("", line.rstrip())
-            assigned = _ASSIGNED.match(text)
-            mark = marks.get(assigned[1]) if assigned else None
-            lines.append(f"{text}  # {mark}" if mark else text)
-        return "\n".join([*lines, *self._bodies()]) + "\n"
-
-    def _bodies(self) -> list[str]:
-        """The bodies of loops as Python, each below a line with the node that runs it."""
-        lines = []
+        lines = _code_of(self.graph_module, marks)
         for node in self.graph_module.graph.find_nodes(op="call_function", target=OP_LOOP):
-            body = code_of(node).body.print_readable(print_output=False).splitlines()
-            kept = [_DELETED.sub("", line.rstrip()) for line in body if not _OWN_LINE.match(line)]
-            lines += ["", f"# {node.name} runs once an iteration:", *kept]
-        return lines
+            body = _code_of(code_of(node).body, marks, f"{node.name}.")
+            lines += ["", f"# {node.name} runs once an iteration:", *body]
+        return "\n".join(lines) + "\n"
 
     def diff(self) -> str:
         """Return a unified diff of the code before and after the rewrite, and a table of the edits by action.
@@ -107,8 +95,27 @@ class JointGraph:
 
     def __str__(self) -> str:
         """The sites that were edited, then the code."""
-        edits = "".join(f"# {e.site}: {e.text} -> {', '.join(e.nodes) or 'no nodes'}\n" for e in self.edits)
+        turns = Counter((e.text, e.site.kind, e.site.name) for e in self.edits if e.site.iteration is not None)
+        edits = ""
+        for e in self.edits:
+            times = turns[e.text, e.site.kind, e.site.name]
+            if not times or e.nodes:  # those of a loop are told once
+                iterations = f" ({times} iterations)" if times > 1 else ""
+                edits += f"# {e.site}{iterations}: {e.text} -> {', '.join(e.nodes) or 'no nodes'}\n"
         return f"# {len(self.sites)} sites, {len(self.edits)} edits\n{edits}{self.code}"
+
+
+def _code_of(graph_module: fx.GraphModule, marks: Mapping[str, str], prefix: str = "") -> list[str]:
+    """Return lines of code, with marks of nodes by their names behind a prefix."""
+    lines = []
+    for line in graph_module.print_readable(print_output=False).splitlines():
+        if _OWN_LINE.match(line):
+            continue
+        text = _DELETED.sub("", line.rstrip())
+        assigned = _ASSIGNED.match(text)
+        mark = marks.get(f"{prefix}{assigned[1]}") if assigned else None
+        lines.append(f"{text}  # {mark}" if mark else text)
+    return lines
 
 
 def _first_and_last(names: Sequence[str]) -> str:

@@ -101,7 +101,7 @@ function placeLines() {
   const isShown = { saved: need("saved", HTMLInputElement).checked, fan: need("fan", HTMLInputElement).checked };
   data.lines.forEach(([from, to, kind, , points], at) => {
     const ends = [standIn(parts[from]), standIn(parts[to])], key = `${ends[0].key}\n${ends[1].key}`;
-    if (ends[0].key === ends[1].key || seen.has(key) || (kind === "saved" && !isShown.saved) || (kind === "fan" && !isShown.fan)) return;
+    if ((ends[0].key === ends[1].key && (kind !== "carried" || foldedAt[parts[from].row])) || seen.has(key) || (kind === "saved" && !isShown.saved) || (kind === "fan" && !isShown.fan)) return;
     seen.add(key);
     const placed = points.map(([x, end, share]) => [x, ends[end].y + share * ends[end].height]);
     const ys = placed.map(([, y]) => y);

@@ -286,10 +286,11 @@ class _Insertion:
             assert parts.backward is not None
             self._found.codes.append(parts.backward)
             calls[False] = self._note(new, backward)
-        self._report(packs, kept, outputs, calls)
+        self._report(parts, packs, kept, outputs, calls)
 
     def _report(
         self,
+        parts: LoopParts,
         packs: Sequence[tuple[Pack, bool]],
         kept: Sequence[bool],
         outputs: Mapping[bool, list[fx.Node]],
@@ -305,13 +306,16 @@ class _Insertion:
             self._found.nodes += (node.name for node in new)
             self._found.replaced |= {node.name: calls[is_forward] for node in new}
         of_kept = [next(left[is_forward]) for is_forward in kept]
+        codes = zip(calls.values(), filter(None, (parts.forward, parts.backward)), strict=True)
+        bodies = {name: {node.name for node in code.body.graph.nodes} for name, code in codes}
         outer.packing.add_loop(map(partial(self._seen_outside, calls), self._canvas.packing.placed), of_packs, of_kept)
         for own, edit in self._edits:
             name = calls[edit.site.traits.in_forward]
+            inserted = tuple(f"{name}.{node}" for node in edit.nodes if node in bodies[name])
             for n in own.iterations.of(fake_tensors.hint_of(self._loop.length)):
                 site = edit.site.at_iteration(n)
                 keys = tuple(replace(key, site=with_label(str(site), self._label)) for key in edit.records)
-                nodes = (name,) if n == own.site.iteration else ()
+                nodes = inserted if n == own.site.iteration else ()
                 outer.edits.append(replace(edit, site=site, nodes=nodes, records=keys))
         for site in sites_in(self._loop):
             self._found.anchors[site] = Anchor(calls.get(site.traits.in_forward, calls[True]), -1)

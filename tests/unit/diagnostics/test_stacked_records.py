@@ -32,7 +32,7 @@ def test_lists_come_back(first: int, length: int, rows: list[list[float | None]]
     stack = tuple(iterations_of(f"norm@error:cell/{n}", first, length) for n in range(len(rows)))
     records = {"norm@activation:a": 1.0}
     for n in range(length):
-        records |= {own[n]: row[n] for own, row in zip(stack, rows, strict=True) if row[n] is not None}  # type: ignore[misc]
+        records |= {own[n]: row[n] for own, row in zip(stack, rows, strict=True) if row[n] is not None}
     records["loss@run"] = 0.1
     reader = StackReader()
     for _ in range(2):
