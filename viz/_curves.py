@@ -17,6 +17,7 @@ from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.viz._fonts import displayable, figure_style
+from gradrewrite.viz._maps import Map, maps_of
 from gradrewrite.viz._panels import Baseline, Panel, panels_of
 
 if TYPE_CHECKING:
@@ -51,14 +52,16 @@ class Curves:
     @property
     def panels(self) -> tuple[str, ...]:
         """Names of the panels, from top to bottom; a panel without records is left out."""
-        return tuple(panel.name for panel in panels_of(self.run, self.baselines))
+        panels = [panel.name for panel in panels_of(self.run, self.baselines)]
+        return (*panels, *(f"{one.name} by iteration" for one in maps_of(self.run)))
 
     def figure(self) -> Figure:
         """Return a new matplotlib figure; pyplot is not used."""
         bad = [one.step.step for one in bad_steps(self.run)]
         nothing = "neither a loss nor norms or largest values of gradients or errors were recorded."
         why_empty = f"Nothing to draw: {nothing}" if self.run.steps else "No steps: nothing was recorded."
-        return figure_of(panels_of(self.run, self.baselines), self.run, self._heading(len(bad)), bad, why_empty)
+        panels = [*panels_of(self.run, self.baselines), *maps_of(self.run)]
+        return figure_of(panels, self.run, self._heading(len(bad)), bad, why_empty)
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
         """Write ``path.format``; equal runs give equal bytes, with one version of matplotlib.
@@ -93,7 +96,8 @@ def plot(source: Source, *, baseline: Source | Mapping[str, Source] | None = Non
     The loss is that of ``monitor.log("loss", loss)``, or of ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands.
     The norm is the total norm of the gradients before clipping, with the bound of the clip if there is one clip, else
     the norm of all gradients or errors that were recorded, or the largest of their absolute values. What is not finite
-    is marked, never left out. Of several runs in one file the last is drawn.
+    is marked, never left out. What was recorded in 8 iterations of a loop or more, or calls of a module, is a map of its
+    size by iteration and step. Of several runs in one file the last is drawn.
 
     Args:
         source: A monitor (which waits for the device), the path of a file that ``monitor.to_jsonl`` wrote, or steps.
@@ -126,7 +130,7 @@ def baselines_of(baseline: Source | Mapping[str, Source] | None) -> tuple[Baseli
 
 
 def figure_of(
-    panels: Sequence[Panel], run: Run, heading: str = "", bad: Sequence[int] = (), why_empty: str = ""
+    panels: Sequence[Panel | Map], run: Run, heading: str = "", bad: Sequence[int] = (), why_empty: str = ""
 ) -> Figure:
     """Return panels as a figure over the updates of a run, with the steps that are not finite in red."""
     from matplotlib.figure import Figure
@@ -142,7 +146,10 @@ def figure_of(
         axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
         figure.subplots_adjust(left=0.07, right=0.99, top=1 - 0.9 / height, bottom=0.5 / height, hspace=0.25)
         for panel, ax in zip(panels, axes, strict=True):
-            panel.draw(ax, bad, run)
+            if isinstance(panel, Map):
+                panel.draw(ax, run)
+            else:
+                panel.draw(ax, bad, run)
         axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
         axes[-1].set_xlabel("update" if run.has_micro_batches else "step")
     return figure

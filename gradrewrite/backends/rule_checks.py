@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from torch import nn
@@ -27,6 +28,7 @@ _LOST = (
     "{!r} matched a site and matches none since the model has changed (a module was replaced, or is not used any "
     "more): the rule does nothing. Nearest sites: {}"
 )
+_BEYOND = "{!r} is beyond the {} iterations of {}: the rule does nothing at this length"
 _NOTHING: Mapping[Site, str] = MappingProxyType({})
 
 
@@ -69,6 +71,8 @@ class RuleChecks:
         for rule in rules_of(self._policy):
             pattern = Pattern.parse(rule.pattern)
             if pattern.kind == "saved" or not any(map(pattern.matches, known)) or any(map(pattern.matches, sites)):
+                continue
+            if self._warn_of_length(rule.pattern, pattern, sites):
                 continue
             near = ", ".join([*self._likely_sites(pattern, sites), *nearest(rule.pattern, list(map(str, sites)))][:5])
             self._warnings.warn_once(f"lost {rule.pattern}", _LOST.format(rule.pattern, near or "none"))
@@ -158,6 +162,8 @@ class RuleChecks:
             if pattern.kind == "saved" and any(graph.engine == "aot_eager" for graph in self._graphs):
                 self._warnings.warn_once(rule.pattern, _OP_BY_OP.format(rule.pattern))
                 continue
+            if self._warn_of_length(rule.pattern, pattern, sites):
+                continue
             silent = sorted(self._names_without_site(pattern))
             if not silent:
                 meant = self._likely_sites(pattern, sites)
@@ -169,6 +175,16 @@ class RuleChecks:
                 "(unused, frozen, not a tensor, or its input handed on, as a dropout of probability 0 does): "
                 f"the rule does nothing{self._advice(silent)}",
             )
+
+    def _warn_of_length(self, text: str, pattern: Pattern, sites: Iterable[Site]) -> bool:
+        """Warn of a rule for an iteration that a loop does not have at this length; return whether it is one."""
+        whole = replace(pattern, call=None)
+        inside = [site for site in sites if site.iteration is not None and whole.matches(site)]
+        if pattern.call is None or not inside:
+            return False
+        last = max(inside, key=lambda site: site.iteration or 0)
+        self._warnings.warn_once(text, _BEYOND.format(text, (last.iteration or 0) + 1, last.name))
+        return True
 
     def _warn_not_saved(self, pattern: str, left: Sequence[tuple[Site, str]]) -> None:
         site, why = min(left, key=lambda one: (not one[0].dtype.is_floating_point, "/" in one[0].name))

@@ -293,9 +293,16 @@ def exploding(steps: Sequence[Step], chain: Chain) -> Cause:
     rules = tuple(rule_of(name, "ClipByNorm", 2 * chain.sizes[0]) for name in clipped)
     advice = (
         "Clip the error where it grows: a clip of the gradients acts when it has grown already. Or start from smaller "
-        "weights."
+        f"weights{_shorter(chain) if chain.module else ''}."
     )
     return Cause("exploding", site, step=begin, text=text, advice=advice, rules=rules, figures=figures)
+
+
+def _shorter(chain: Chain) -> str:
+    """Return the growth over all calls and over a harmless number of them, as the end of an advice."""
+    length = max(int(math.log(LARGE_JUMP) / chain.slope), 1)
+    over = [f"{factor_of(chain) ** n:.2g}-fold over {n}" for n in (length, len(chain.sites)) if n <= len(chain.sites)]
+    return f", or backpropagate through fewer calls: the error grows {', '.join(dict.fromkeys(over))}"
 
 
 def vanishing(steps: Sequence[Step], chain: Chain) -> Cause:

@@ -32,6 +32,7 @@ from gradrewrite.viz._scene import ARROW, PAD, PAGE_STYLE, to_svg
 
 VERSION = 3
 MOST_STEPS = 200
+MOST_CALLS = 64  # of one site; rows of the heat map
 MOST_POINTS = 1000  # of one line of a chart
 MOST_ROWS = 60  # a larger ladder opens folded
 _CHIP = 22  # height of a node inside an unfolded box, in pixels
@@ -269,16 +270,29 @@ def _records(run: Run | None) -> tuple[dict[str, Any], list[int]]:
     last = judged_steps(run)[-1].step
     numbers = _sample(run, last)
     values: dict[str, dict[str, list[float | str | None]]] = defaultdict(dict)
+    dropped = _dropped_calls({one.at.site for one in run.series.values()})
     for address, series in run.series.items():
         name, _, site = address.partition("@")
-        if name.startswith("exponents_"):
+        if name.startswith("exponents_") or site in dropped:
             continue
         known = series.by_step
         values[site][name] = [_number(known.get(n)) for n in numbers]
-    order = [site for site in backward_order(run) if site.partition(":")[0] in BACKWARD - {"outside"}]
+    order = [
+        site for site in backward_order(run) if site.partition(":")[0] in BACKWARD - {"outside"} and site in values
+    ]
     rows = [(site, name) for site in order for name in [one for one in _SIZES if one in values[site]][:1]]
     first = len(numbers) if last == run.steps[-1].step else numbers.index(last)
     return {"steps": numbers, "values": values, "first": first, "rows": rows}, numbers
+
+
+def _dropped_calls(sites: Collection[str]) -> set[str]:
+    """Return the sites that are left out: of many calls of one site all but ``MOST_CALLS`` at equal distances."""
+    dropped: set[str] = set()
+    for base, own in grouped((site.partition("#")[0], site) for site in sites).items():
+        if len(own) > MOST_CALLS:
+            ordered = sorted(own, key=lambda site: int(site.removeprefix(f"{base}#")) if site != base else 0)
+            dropped |= set(own) - {ordered[round(n * (len(own) - 1) / (MOST_CALLS - 1))] for n in range(MOST_CALLS)}
+    return dropped
 
 
 def _names(run: Run | None, series: Iterable[Sequence[int]]) -> dict[int, str]:

@@ -394,6 +394,23 @@ def test_answers_at_lengths_that_change(policy: Any, acts: Callable[[int], bool]
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_a_number_beyond_the_length_warns_once() -> None:
+    rewritten = gr.transform(made("gru"), gr.on("error:rec.l0/h#5", Observe("norm")))
+
+    def recorded(length: int) -> list[str]:
+        weighted(rewritten(torch.randn(length, BATCH, FEATURES, dtype=torch.float64))).backward()
+        return list(rewritten.monitor.latest())
+
+    with pytest.warns(UserWarning, match=r"'error:rec\.l0/h#5' is beyond the 3 iterations of rec\.l0/h"):
+        assert recorded(3) == []
+    assert recorded(4) == []  # warnings are errors here
+    assert recorded(6) == ["norm@error:rec.l0/h#5"]
+    recorded(2)
+    other = gr.transform(made("gru"), gr.on("error:rec.l1/h#5", Observe("norm")))
+    with pytest.raises(gr.NoSuchSiteError):
+        other(torch.randn(3, BATCH, FEATURES, dtype=torch.float64))
+
+
 def test_numbers_of_a_second_call_at_lengths_that_change() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
