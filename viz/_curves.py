@@ -60,7 +60,7 @@ class Curves:
         bad = [one.step.step for one in bad_steps(self.run)]
         nothing = "neither a loss nor norms or largest values of gradients or errors were recorded."
         why_empty = f"Nothing to draw: {nothing}" if self.run.steps else "No steps: nothing was recorded."
-        panels = [*panels_of(self.run, self.baselines), *maps_of(self.run)]
+        panels: list[Panel | Map] = [*panels_of(self.run, self.baselines), *maps_of(self.run)]
         return figure_of(panels, self.run, self._heading(len(bad)), bad, why_empty)
 
     def render(self, path: str | os.PathLike[str], format: Format = "png") -> str:
@@ -96,7 +96,7 @@ def plot(source: Source, *, baseline: Source | Mapping[str, Source] | None = Non
     The loss is that of ``monitor.log("loss", loss)``, or of ``Observe("max")`` where ``gr.tap(loss, "loss")`` stands.
     The norm is the total norm of the gradients before clipping, with the bound of the clip if there is one clip, else
     the norm of all gradients or errors that were recorded, or the largest of their absolute values. What is not finite
-    is marked, never left out. What was recorded in 8 iterations of a loop or more, or calls of a module, is a map of its
+    is marked, never left out. What was recorded in 8 iterations of a loop or more, or calls of a module, is a map, its
     size by iteration and step. Of several runs in one file the last is drawn.
 
     Args:
