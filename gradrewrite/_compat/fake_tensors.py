@@ -15,7 +15,7 @@ with needed_for("graphs are traced with fake tensors, which know their mode"):
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 with needed_for("sizes that depend on data are symbols that a shape environment knows"):
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
     from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 with needed_for("subclasses with tensors inside can be told from plain tensors"):
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -102,7 +102,7 @@ def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def describe_nodes(gm: fx.GraphModule, values: Sequence[Any]) -> None:
     """Give all nodes of a graph fake values, from real ones of its placeholders; sizes are numbers."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     given = iter(values)
     for node in gm.graph.nodes:
         if node.op == "call_function":

@@ -72,13 +72,16 @@ def compile_body(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[st
         from torch._inductor.compile_fx import compile_fx_inner
     with needed_for("Inductor compiles a graph under the fake mode of its values"):
         from torch._inductor.virtualized import V
+    with needed_for("Inductor's cache asks the tracing context for a shape environment"):
+        from torch._guards import TracingContext, tracing
 
     placeholders = gm.graph.find_nodes(op="placeholder")
     if any("val" not in node.meta for node in gm.graph.nodes if node.op != "output"):
         describe_nodes(gm, inputs)
     fakes = [node.meta["val"] for node in placeholders]
-    patches = {**settings, "triton.cudagraphs": False, "size_asserts": False}
-    with torch.no_grad(), _config().patch(patches), V.set_fake_mode(fake_mode_of(fakes)), combined_kernels(fakes):
+    patches, mode = {**settings, "triton.cudagraphs": False, "size_asserts": False}, fake_mode_of(fakes)
+    context = tracing(TracingContext(mode))
+    with torch.no_grad(), _config().patch(patches), V.set_fake_mode(mode), context, combined_kernels(fakes):
         return cast(Callable[..., Any], compile_fx_inner(gm, fakes))
 
 

@@ -68,7 +68,7 @@ class StackReader:
         self._stacks: dict[tuple[tuple[str, ...], int], Stack] = {}
 
     def read(self, data: Mapping[str, object]) -> tuple[dict[str, float], tuple[Stack, ...]]:
-        """Return records and stacks; ValueError for what are none."""
+        """Return records and stacks; ValueError for malformed ones."""
         records: dict[str, float] = {}
         stacks: list[Stack] = []
         for name, value in data.items():

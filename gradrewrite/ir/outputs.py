@@ -345,7 +345,7 @@ def _execution_of(check: PlacedCheck, position: int) -> tuple[int, int, int]:
 
 
 def _stack_of(records: Iterable[tuple[Site, RecordKey]]) -> Stack:
-    """Return the stack of records in the order of execution, which those of each iteration keep."""
+    """Return the stack of records, in an order that each iteration keeps."""
     order: list[tuple[RecordKey, int]] = []  # with the number of iteration 0 among the calls
     length, position = 0, 0
     for site, key in records:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByNorm, Observe
@@ -59,6 +60,17 @@ def test_layers_and_directions(layer: Any, policy: Any) -> None:
     other = torch.autograd.grad(weighted(wanted), list(model.parameters()))
     for a, b in zip((*found, *own), (*wanted, *other), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_code_comes_from_inductor_s_cache() -> None:
+    def found() -> tuple[int, int]:
+        model = gr.transform(Recurrent(nn.LSTM(FEATURES, WIDTH)), gr.on("error:rec.l0/h", ClipByNorm(0.7))).compile()
+        counters.clear()
+        weighted(model(torch.randn(6, 3, FEATURES))).backward()
+        return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_bypass"]
+
+    found()
+    assert found() == (4, 0)  # forward, backward, and the bodies of both
 
 
 def test_evaluation_is_torch_s_layer() -> None:
