@@ -47,7 +47,7 @@ class KeptMemory:
         """Return the bytes before and behind the rewrite that was made, and a function that measures forms."""
         assert self._graph.owning_module is not None
         assert joint.before is not None
-        self._saved.follow()
+        self._saved.follow({name: plain for name, (plain, loss) in result.copies.items() if loss is None})
         now = self._bases(saved_names(self._graph.owning_module))
         self._sites |= {anchor.node: site for site, anchor in result.anchors.items() if site.kind == "saved"}
         inserted = {name: edit.site for edit in result.edits for name in edit.nodes}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, fx
@@ -40,6 +41,7 @@ class SavedTensors:
         self._values = marked.values
         self._site_at = name_values(marked.values, marked.call, marked.counts)
         self._own = set(graph.nodes)  # of the model; what is inserted later is no site
+        self._copies: set[fx.Node] = set()
         self._bases: dict[int, fx.Node] = {}  # nodes that make memory, by its key
         self._outside: set[int] = set()  # memory of inputs
         self._note_memory(graph.nodes)
@@ -57,9 +59,13 @@ class SavedTensors:
         key = _memory_of(node)
         return None if key is None else self._bases.get(key)
 
-    def follow(self) -> None:
-        """Take note of the memory of inserted nodes."""
-        self._note_memory(node for node in self._graph.nodes if node not in self._own)
+    def follow(self, copies: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Take note of the memory of inserted nodes; ``copies`` stand in the place of nodes of the model."""
+        new = [node for node in self._graph.nodes if node not in self._own]
+        self._note_memory(new)
+        numbers = {node.name: number for node, number in self._numbers.items()}
+        self._copies = {node for node in new if node.name in copies}
+        self._numbers |= {n: numbers[copies[n.name]] for n in self._copies if copies[n.name] in numbers}
 
     def find(self, further: Sequence[fx.Node] = ()) -> tuple[list[SavedTensor], frozenset[str]]:
         """Return the saved tensors that are sites, and the names of all saved nodes; ``further`` are returned nodes."""
@@ -109,6 +115,8 @@ class SavedTensors:
 
     def _why_left_alone(self, base: fx.Node) -> str:
         value, size = value_of(base), num_bytes(value_of(base))
+        if base in self._copies:
+            return "it is in a loop over time"
         if base not in self._own:
             return "an action keeps it"
         if not value.is_floating_point():

@@ -458,6 +458,38 @@ def test_history_by_iteration() -> None:
         monitor.history("norm@error:rec.l0/h", per="iterations")  # type: ignore[call-overload]
 
 
+class OverCells(nn.Module):
+    """The unrolled loop."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.cell = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "tanh": nn.RNNCell}[name](32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = x.new_zeros(x.shape[1], 32)
+        out = []
+        for row in x:
+            if isinstance(self.cell, nn.LSTMCell):
+                h, c = self.cell(row, (h, c))
+            else:
+                h = self.cell(row, h)
+            out.append(h)
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "tanh"])
+def test_bytes_kept_are_those_of_the_unrolled_loop_or_fewer(name: str) -> None:
+    """A stack of states has the first and the last one too, which the unrolled loop shares or does not keep."""
+    x = torch.randn(20, 16, 32)
+    clip = ClipByNorm(0.1)
+    rolled = gr.transform(Recurrent(LAYERS[name](32, 32)), gr.on("error:rec.l0/h", clip)).memory(x)
+    unrolled = gr.transform(OverCells(name), gr.on("error:cell", clip)).memory(x)
+
+    row = 16 * 32 * x.itemsize
+    assert 0 < rolled.policy_bytes <= unrolled.policy_bytes + 2 * row * (name == "lstm")
+    assert {row.module for row in rolled.rows if row.policy_bytes} == {"rec"}
+
+
 class Scalars(dict[str, float]):
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         self[tag] = value
