@@ -42,7 +42,7 @@ class CharRNN(nn.Module):
         self.embed, self.lstm = nn.Embedding(128, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.head = nn.Linear(WIDTH, 128)
         with torch.no_grad():
-            self.lstm.weight_hh_l0.mul_(SCALE)
+            self.lstm.get_parameter("weight_hh_l0").mul_(SCALE)
 
     def forward(self, text: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean cross-entropy in nats, and the last states; ``text`` is ``[rows, steps + 1]`` of int64."""
@@ -80,7 +80,7 @@ def train(policy: Policy, length: int, updates: int, seed: int = 0) -> tuple[lis
 def growth(monitor: gr.Monitor) -> float:
     """Return the factor from one time step to the one before, in the median of the first ten backwards."""
     rows = [[n for n in row if 0 < n < math.inf] for row in monitor.history(f"norm@{SITE}", per="iteration")[:10]]
-    return median((row[0] / row[-1]) ** (1 / (len(row) - 1)) for row in rows if len(row) > 1)
+    return float(median((row[0] / row[-1]) ** (1 / (len(row) - 1)) for row in rows if len(row) > 1))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -96,7 +96,8 @@ def _rewritten(
     optimizers = one.optimizers(model)
     if one.way == "backend":
         backend = make_backend(one.policy(), None, Inductor() if compiled else AotEager())
-        return torch.compile(model, backend=backend), backend, [gr.guard(o, backend) for o in optimizers]
+        run = torch._dynamo.config.patch(allow_rnn=True)(torch.compile(model, backend=backend))
+        return run, backend, [gr.guard(o, backend) for o in optimizers]
     rewritten: Any = gr.transform(model, one.policy(), **options)
     if compiled:
         rewritten.compile()

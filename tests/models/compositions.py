@@ -79,6 +79,23 @@ class Loop(nn.Module):
         return h
 
 
+class OverTime(nn.Module):
+    """A recurrent layer over three time steps, from states of its own or from zeros, its output masked."""
+
+    def __init__(self, layer: nn.RNNBase, *, has_states: bool = False) -> None:
+        super().__init__()
+        self.rec, self.has_states = layer, has_states
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = torch.stack([x, x.sin(), x.cos()], 1)
+        count = self.rec.num_layers * (1 + self.rec.bidirectional)
+        states = x.tanh().expand(count, -1, -1) if self.has_states else None
+        output = self.rec(given, (states, states.cos()) if self.has_states and self.rec.mode == "LSTM" else states)[0]
+        mask = torch.arange(3)[None] < 1 + torch.arange(len(x))[:, None] % 3
+        y: Tensor = (output * mask[..., None]).sum(1)
+        return y.unflatten(-1, (-1, WIDTH)).sum(1)
+
+
 class Scalar(nn.Module):
     """Follows a mean in a tensor of no dimension."""
 
@@ -103,6 +120,9 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "Convolution": Convolution,
     "Branches": Branches,
     "Loop": Loop,
+    "LSTM": lambda: OverTime(nn.LSTM(WIDTH, WIDTH, batch_first=True), has_states=True),
+    "GRU": lambda: OverTime(nn.GRU(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True), has_states=True),
+    "RNN": lambda: OverTime(nn.RNN(WIDTH, WIDTH, bias=False, batch_first=True)),
     "Normalized": Normalized,
     "RunningMean": RunningMean,
     "MovingScale": MovingScale,
@@ -201,14 +221,15 @@ ACTIONS: Mapping[str, Sequence[str]] = {
 WEIGHINGS = ("WeighLosses(MGDA())", "WeighLosses(UPGrad())", "WeighLosses(equalize)")
 PER_EXAMPLE = "ClipPerExample(1e-2)"
 PATTERNS: Mapping[str, Sequence[str]] = {
-    "error": ("*", "layers.*", "layers.0", "first", "*/sin"),
+    "error": ("*", "layers.*", "layers.0", "first", "*/sin", "*/h", "*/gates#1"),
     "gradient": ("*", "*.weight", "layers.*", "head.*"),
     "activation": ("*", "layers.*"),
     "saved": ("*",),
     "step": ("*",),
 }
 # In the regions themselves: what stands between them has no sites.
-IN_REGIONS = {**PATTERNS, "error": ("first", "layers.0"), "activation": ("layers.*",)}
+IN_REGIONS = {**PATTERNS, "error": ("first", "layers.0", "*/h"), "activation": ("layers.*",)}
+INSIDE = ("*/h", "*/gates#1")  # of loops
 LOOPS = (
     "plain", "accumulated", "evaluated", "retained", "two forwards", "resumed", "bad batch", "spike", "grown", "moved",
 )  # fmt: skip
@@ -217,6 +238,7 @@ WAYS = ("op by op", "dynamic", "regions", "parts", "backend", "methods")
 WHOLE = ("op by op", "dynamic")
 # Layers whose examples do not mix.
 SEPARATE = ("Linear", "Inplace", "Twice", "Residual", "Convolution", "Branches", "Loop", "Counted")
+RECURRENT = ("LSTM", "GRU", "RNN")
 GROUPS = ("ClipByGlobalNorm", "AutoClip", "ZClip")
 LAST = ("WeighLosses", "ClipPerExample")  # of the actions at single sites of their group
 
@@ -263,6 +285,8 @@ class Composition:
         patterns = IN_REGIONS if way == "regions" else PATTERNS
         kinds = draw.choices(list(ACTIONS), (3, 4, 1, 1, 2), k=draw.randint(2, 5))
         rules = [(kind, draw.choice(patterns[kind]), draw.choice(ACTIONS[kind])) for kind in kinds]
+        can_be_inside = theme != "losses" and not set(layers).isdisjoint(RECURRENT)
+        rules = [rule if can_be_inside or rule[1] not in INSIDE else (rule[0], "first", rule[2]) for rule in rules]
         rules = [rule for rule in rules if _is_wanted(rule, way, loop)]
         once = ("Recompute()", "Store('float32')", "smooth()")  # a tensor has one form, a state one that sets it
         seen = [(kind, action in once and (kind, kind == "saved" or action)) for kind, _, action in rules]
@@ -339,11 +363,13 @@ def _skips(action: str) -> bool:
 
 def _is_wanted(rule: tuple[str, str, str], way: str, loop: str) -> bool:
     """Leave out what is refused, or warned of, for a reason."""
-    kind, _, action = rule
+    kind, pattern, action = rule
     if kind == "gradient" and action.startswith(GROUPS):  # acts on each backward by itself
         return way not in ("regions", "methods") and loop != "retained"
     if action.startswith("Store"):
         return loop != "moved"  # a form that is not smaller
+    if action == "smooth()" and pattern in INSIDE:
+        return False
     return action != "CheckFinite('skip')" or loop == "bad batch"
 
 
