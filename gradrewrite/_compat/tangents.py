@@ -12,6 +12,7 @@ from torch import Tensor
 from gradrewrite._compat.versions import needed_for
 
 with needed_for("AOTAutograd decides by one function in which strides it takes the tangent of an output"):
+    from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
     _owner: Any = MemoryFormatMeta
@@ -32,8 +33,11 @@ def overlapping_tangents_contiguous() -> Iterator[None]:
         _owner.from_tensor = staticmethod(_plain)
 
 
-def _of_tensor(tensor: Tensor, force_use_memory_format: bool = False) -> Any:
-    return _plain(tensor, force_use_memory_format or may_overlap(tensor))
+def _of_tensor(tensor: Tensor, *given: bool) -> Any:
+    if not may_overlap(tensor):
+        return _plain(tensor, *given)
+    with functorch_config.patch(guess_tangent_strides_as_outputs=False):
+        return _plain(tensor, *given)
 
 
 def may_overlap(tensor: Tensor) -> bool:

@@ -48,7 +48,7 @@ from gradrewrite.policy.rules import Answered, answers_alike, ask_in_order
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.comparison import rewrite_and_compare
-from gradrewrite.rewriting.function_values import FunctionValues
+from gradrewrite.rewriting.function_values import FunctionValues, keeps_state
 from gradrewrite.rewriting.inserters.loops import has_equal_answers, is_acting, run_loops_in, sites_in
 from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.rewriting.joint import rewrite_joint_graph
@@ -186,7 +186,7 @@ class GraphCompilation:
     forwards: PendingForwards | None = None  # None where nothing is checked
     asked: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
     loops: tuple[Loop, ...] = ()  # in the order of the forward
-    codes: tuple[LoopCode, ...] = ()  # their bodies
+    codes: tuple[LoopCode | Loop, ...] = ()  # their bodies
     calls_before: Mapping[str, int] = field(default_factory=dict)  # in other graphs of the forward, by name
     part: PartOfForward | None = None  # None for a graph of a whole call of the model, or of a region
     written: Collection[str] = ()  # names of the inputs of the joint graph that are buffers and are written
@@ -241,9 +241,11 @@ class GraphCompilation:
             answers = {site: ask_in_order(session.config.policy, site) for loop in one.loops for site in sites_in(loop)}
             self.asked |= answers
             if any(is_acting(own, self.measured) for own in answers.values()):
+                actions = {id(found.action): found.action for own in answers.values() for found in own}
+                keeps_states = any(map(keeps_state, actions.values()))
                 for loop in one.loops:
                     loop.is_marked = True
-                    if not has_equal_answers(loop, answers):  # bounds by site
+                    if keeps_states or not has_equal_answers(loop, answers):  # states, or bounds, by iteration
                         loop.length = int(loop.length)
             one.replace()
 
@@ -294,7 +296,8 @@ class GraphCompilation:
         """Let the engine run the bodies of loops; they live as long as the session."""
         self.session.codes |= set(self.codes)
         for code in self.codes:
-            code.compile = self.engine.compile_body
+            if isinstance(code, LoopCode):
+                code.compile = self.engine.compile_body
 
     def _live_tensors(self, result: RewriteResult) -> LiveTensors | None:
         """Watch the user's tensors, not those of states and schedules."""

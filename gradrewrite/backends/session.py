@@ -20,6 +20,7 @@ from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import LoopCode
+from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import Insertion
@@ -54,7 +55,7 @@ class Session:
         self.inputs = InputNames(model, config.methods)
         self.sampling = Sampling(recorder.sampling, config.states, config.policy)
         self.warnings = PendingWarnings()
-        self.codes: set[LoopCode] = set()  # of loops, which operators find as long as they are alive
+        self.codes: set[LoopCode | Loop] = set()  # of loops, which operators find as long as they are alive
         self.graphs = CompiledGraphs(config, recorder, self.warnings, outside or ())
         recorder.links.note_policy(policy_text(config.policy))
         self.rules = RuleChecks(config.policy, self.graphs, self.names, self.inputs, self.warnings)

@@ -414,6 +414,14 @@ def live_tensors(graph: fx.Graph) -> dict[str, Tensor]:
     return {name: getattr(owner, name) for name in sorted(names)}
 
 
+def read_instead_of_live(graph: fx.Graph, tensor: Tensor, node: fx.Node) -> None:
+    """Let the readers of a live tensor read a node."""
+    names = {name for name, live in live_tensors(graph).items() if live is tensor}
+    for read in graph.find_nodes(op="get_attr"):
+        if str(read.target) in names:
+            skip(read, node)
+
+
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that later edits of ``gm`` do not reach; nodes keep their names."""
     graph = fx.Graph()

@@ -140,8 +140,8 @@ REFUSALS = (
     ),
     Limit(
         lambda insertion, at: at.is_in_loop and at.has_states,
-        "{at.site}: {action} keeps states, and would need one for each iteration of the loop. Let it act at the output "
-        "of the module, or write the loop over an nn.LSTMCell, nn.GRUCell or nn.RNNCell",
+        "{at.site}: {action} keeps a state for each iteration, and the length of this loop is a symbol. Let the "
+        "function close over its gr.State directly, or transform the model with dynamic=False",
         "inside-a-loop",
     ),
     Limit(

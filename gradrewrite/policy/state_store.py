@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ class StateScope:
         key = self._key(state)
         self.updates[key] = self.store.tensor(key, state, device), new
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the states that actions have used here."""
+        return tuple(self._keys.values())
+
     def check(self) -> None:
         """Raise PolicyError for a state that is only read here, and set elsewhere: these are two."""
         for state in self._keys:
@@ -93,6 +98,7 @@ class StateStore:
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
+        self._stacks: dict[str, _Stacks] = {}  # of loops, by the key of the first row
         self._first: dict[str, float] = {}
         self._noise: dict[str, NoiseSource] = {}
         self._adds_noise = True
@@ -142,6 +148,43 @@ class StateStore:
         self._loaded.pop(key, None)
         return made
 
+    def held(self, key: str) -> Tensor:
+        """Return the tensor of a state that is there."""
+        return self._tensors[key]
+
+    def stack(self, keys: Sequence[str | None]) -> Tensor:
+        """Return the states of the iterations of a loop as one tensor ``[T, *shape]``; that of the first key is there.
+
+        Each state is a row of it from then on. A longer loop has new memory, to which the tensors for shorter ones
+        move. An iteration without a key has a row alone.
+        """
+        first = next(key for key in keys if key is not None)
+        like, stacks = self._tensors[first], self._stacks.setdefault(first, _Stacks())
+        with fake_tensors.outside_of_transforms(), torch.no_grad():
+            longest = stacks.longest
+            if longest is None or longest.device != like.device:
+                stacks.by_length.clear()
+                longest = stacks.longest = like.new_full((len(keys), *like.shape), self._first[first])
+            elif len(longest) < len(keys):
+                stacks.longest = like.new_full((len(keys), *like.shape), self._first[first])
+                stacks.longest[: len(longest)] = longest
+                longest = stacks.longest
+                for length, tensor in stacks.by_length.items():
+                    tensor.set_(longest.narrow(0, 0, length))  # type: ignore[call-overload]
+            stacks.keys |= {number: key for number, key in enumerate(keys) if key is not None}
+            for number, key in stacks.keys.items():
+                row = longest[number]
+                self._tensors[key], self._first[key] = row.copy_(self._taken(key, row)), self._first[first]
+            return stacks.by_length.setdefault(len(keys), longest.narrow(0, 0, len(keys)))
+
+    def _taken(self, key: str, otherwise: Tensor) -> Tensor:
+        """Return the value of a state, there or loaded."""
+        if key in self._tensors:
+            return self._tensors[key]
+        if key not in self._loaded and self._missing is not None:
+            self._missing.append(key)
+        return self._loaded.pop(key, otherwise)
+
     def note_use(self, state: StateKind, where: str, *, is_written: bool) -> None:
         """Note that an action at a site or of a group has a state; see ``StateScope.check``."""
         uses = self._uses.setdefault(state, {})
@@ -181,7 +224,8 @@ class StateStore:
 
     def own_tensors(self) -> list[Tensor]:
         """Return the tensors of states and schedules."""
-        return [*self._tensors.values(), *(found.tensor for found in self._schedules.values())]
+        stacks = (tensor for known in self._stacks.values() for tensor in known.by_length.values())
+        return [*self._tensors.values(), *stacks, *(found.tensor for found in self._schedules.values())]
 
     def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
         """Return the 0-d tensor on a device that follows a schedule, float64 where the device has that."""
@@ -297,6 +341,15 @@ class StateStore:
         """Load the values of another store."""
         self.__init__()  # type: ignore[misc]
         self.load_state_dict(state)
+
+
+@dataclass(slots=True)
+class _Stacks:
+    """The states of a loop's iterations, as tensors that share memory."""
+
+    longest: Tensor | None = None
+    by_length: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, str] = field(default_factory=dict)  # of the states, by row
 
 
 @dataclass(slots=True)

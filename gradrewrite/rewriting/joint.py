@@ -119,7 +119,10 @@ def _ask(rewrite: _Rewrite) -> None:
     rewrite.answers = {point.site: answers for point, answers in at_points} | outside | of_subclasses
     rewrite.answers |= rewrite.loops.answers
     rewrite.out_of_reach = tuple(site for site, answers in outside.items() if answers)
-    rewrite.notes = list(check_subclasses(of_subclasses, found.subclasses))
+    inside = {site: possible(answers) for site, answers in rewrite.loops.of_subclasses.items()}
+    name = next((value.subclass for value in rewrite.marked.values if value.subclass), "")
+    classes = found.subclasses | dict.fromkeys(inside, name)
+    rewrite.notes = list(check_subclasses(of_subclasses | inside, classes))
     rewrite.saved, candidates = find_saved(rewrite.marked, rewrite.config.policy, ask)
     rewrite.kept = SavedRewrite(candidates)
 

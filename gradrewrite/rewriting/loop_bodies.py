@@ -36,6 +36,7 @@ class JointBody:
     wanted: list[int]  # positions of the inputs whose gradients are asked for
     num_forward: int = 0  # further outputs of the forward, behind the results
     live: list[Tensor] = field(default_factory=list)  # further invariants
+    states: list[Tensor] = field(default_factory=list)  # ``[T, *shape]``; inputs of the backward behind the gradients
 
     @property
     def graph(self) -> fx.Graph:
@@ -46,6 +47,17 @@ class JointBody:
     def num_moving(self) -> int:
         """Number of inputs that differ from iteration to iteration, gradients left out."""
         return self.loop.num_carries + self.num_inputs
+
+    @property
+    def num_given(self) -> int:
+        """Number of inputs of the backward alone: gradients, and states."""
+        return len(self.floating) + len(self.states)
+
+    def add_states(self, states: Tensor, value: Tensor) -> fx.Node:
+        """Add states as an input of the backward; return the node of that of an iteration."""
+        self.states.append(states)
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        return editing.input_behind(last, f"tangents_state_{len(self.states)}", value)
 
     def iteration(self) -> fx.Node:
         """Return the number of the iteration, int64, 0-d; made when it is first asked for."""
@@ -137,13 +149,13 @@ def partition(body: JointBody, engine: str) -> LoopParts:
     """Cut the joint graph of an iteration into its parts; it has no markers any more."""
     gm = body.gm
     gm.graph.eliminate_dead_code()
-    hoisted = _hoist(gm, body.num_moving, len(body.floating))
+    hoisted = _hoist(gm, body.num_moving, body.num_given)
     gm.recompile()
     num_forward = body.num_results + body.num_forward
     if not body.floating or len(editing.outputs_of(gm.graph.output_node())) == num_forward:
         return _forward_alone(body, hoisted, engine)
     forward, backward = aot_autograd.min_cut_partition(gm, (), num_fwd_outputs=num_forward)
-    _express_sizes(backward, len(body.floating))
+    _express_sizes(backward, body.num_given)
     parts = _cut_forward(body, hoisted, forward, backward, engine)
     _cut_backward(parts, forward, backward, engine)
     return parts
@@ -152,7 +164,7 @@ def partition(body: JointBody, engine: str) -> LoopParts:
 def _forward_alone(body: JointBody, hoisted: fx.GraphModule, engine: str) -> LoopParts:
     outputs = editing.outputs_of(body.graph.output_node())[: body.num_results + body.num_forward]
     editing.return_instead(body.graph, outputs)
-    for node in body.graph.find_nodes(op="placeholder")[-len(body.floating) :] if body.floating else ():
+    for node in body.graph.find_nodes(op="placeholder")[-body.num_given :] if body.num_given else ():
         editing.erase(node)
     return _cut_forward(body, hoisted, body.gm, None, engine)
 
@@ -240,7 +252,7 @@ def _cut_forward(
         return found
 
     own_results = [placed_result(node) for node in results]
-    saved = [place(node) for node in _saved_by(forward, backward, len(body.floating))]
+    saved = [place(node) for node in _saved_by(forward, backward, body.num_given)]
     editing.return_instead(graph, [*carried, *stacks])
     reads = [n - num_moving for n, node in enumerate(placeholders) if n >= num_moving and node.users]
     for n, node in enumerate(placeholders):
@@ -268,7 +280,7 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
     """
     body, loop, graph = parts.body, parts.body.loop, backward.graph
     placeholders, outputs = graph.find_nodes(op="placeholder"), editing.outputs_of(graph.output_node())
-    num_saved = len(placeholders) - len(body.floating)
+    num_saved = len(placeholders) - body.num_given
     saved, tangents = placeholders[:num_saved], placeholders[num_saved:]
     num_carries = sum(n < loop.num_carries for n in body.wanted)
     of_inputs = sum(loop.num_carries <= n < loop.num_carries + loop.num_inputs for n in body.wanted)

@@ -57,13 +57,14 @@ class LoopCalls:
         tangents, rest = tensors[: len(body.floating)], tensors[len(body.floating) :]
         given, made = rest[: len(rest) - self._num_made], list(rest[len(rest) - self._num_made :])
         inputs, invariants = self._counted(loop.split(given)[1]), loop.split(given)[2]
+        states = map(self._in_order, body.states)
         if body.live:  # as they are now
             known = parts.invariants_of(invariants)
         else:
             known = [*invariants, *made[len(made) - self._extra :]]
         saved = [self._stack(found, inputs, known, made) for found in parts.saved]
         number, moving = code.num_carries, parts.num_moving
-        outputs = call(code, tangents[:number], [*tangents[number:], *saved[:moving]], saved[moving:])
+        outputs = call(code, tangents[:number], [*tangents[number:], *states, *saved[:moving]], saved[moving:])
         stacks = outputs[number:]
         of_inputs = [stacks[n] for n in parts.inputs_at]
         further = [self._in_order(stacks[n]) for n in parts.further_at]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import LoopCode
+from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.policy.rules import Answered
@@ -36,7 +37,7 @@ class RewriteResult:
     refused_outputs: frozenset[int] = frozenset()  # of the Dynamo graph: those may receive no gradient
     notes: tuple[str, ...] = ()  # for warnings
     saved: SavedRewrite = field(default_factory=SavedRewrite)
-    loops: tuple[LoopCode, ...] = ()  # which lives as long as it may run
+    loops: tuple[LoopCode | Loop, ...] = ()  # which lives as long as it may run
 
     @property
     def sites(self) -> tuple[Site, ...]:

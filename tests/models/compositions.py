@@ -363,13 +363,11 @@ def _skips(action: str) -> bool:
 
 def _is_wanted(rule: tuple[str, str, str], way: str, loop: str) -> bool:
     """Leave out what is refused, or warned of, for a reason."""
-    kind, pattern, action = rule
+    kind, _, action = rule
     if kind == "gradient" and action.startswith(GROUPS):  # acts on each backward by itself
         return way not in ("regions", "methods") and loop != "retained"
     if action.startswith("Store"):
         return loop != "moved"  # a form that is not smaller
-    if action == "smooth()" and pattern in INSIDE:
-        return False
     return action != "CheckFinite('skip')" or loop == "bad batch"
 
 

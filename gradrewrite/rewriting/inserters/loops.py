@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, fake_tensors
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.ir import editing, markers
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import OP_LOOP, LoopCode, hold_code
@@ -67,7 +68,8 @@ class InsertedLoops:
 
     answers: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)
     anchors: dict[Site, Anchor] = field(default_factory=dict)
-    codes: list[LoopCode] = field(default_factory=list)
+    codes: list[LoopCode | Loop] = field(default_factory=list)  # and loops that are left as they are
+    of_subclasses: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)
     nodes: list[str] = field(default_factory=list)  # that carry records out of the graph
     replaced: dict[str, str] = field(default_factory=dict)  # by new node: the operator in whose place it is
 
@@ -77,18 +79,25 @@ def insert_in_loops(
 ) -> InsertedLoops:
     """Insert the policy's answers inside loops, and put their code in the place of their operators."""
     found = InsertedLoops()
-    forwards = {loop_of(n).key: n for n in canvas.graph.find_nodes(op="call_function", target=loop_forward)}
-    backwards = {loop_of(n).key: n for n in canvas.graph.find_nodes(op="call_function", target=loop_backward)}
+    forwards, backwards = (
+        grouped((loop_of(n).key, n) for n in canvas.graph.find_nodes(op="call_function", target=target))
+        for target in (loop_forward, loop_backward)
+    )
     for loop in marked.loops:
         answers = {site: ask(site) for site in sites_in(loop)}
         found.answers |= answers
-        if loop.key in forwards:
-            forward, backward = forwards[loop.key], backwards.get(loop.key)
-            _Insertion(canvas, config, loop, forward, backward, found).run(answers, measured, marked.engine)
+        own, back = forwards.get(loop.key, []), backwards.get(loop.key, [])
+        if len(own) > 1 or len(back) > 1:  # one for each tensor inside of a tensor subclass
+            found.of_subclasses |= answers
+            found.anchors |= dict.fromkeys(answers, Anchor(own[0].name, -1))
+            found.codes.append(loop)
+        elif own:
+            insertion = _Insertion(canvas, config, loop, own[0], back[0] if back else None, found)
+            insertion.run(answers, measured, marked.engine)
     return found
 
 
-def run_loops_in(marked: MarkedJointGraph, config: RewriteConfig) -> tuple[LoopCode, ...]:
+def run_loops_in(marked: MarkedJointGraph, config: RewriteConfig) -> tuple[LoopCode | Loop, ...]:
     """Put the code of loops into a graph without gradients."""
     found = insert_in_loops(Canvas(marked.graph), marked, config, lambda _: (), "all")
     return tuple(found.codes)
@@ -158,6 +167,9 @@ class _Insertion:
         self._canvas.packing.numbering.label = label
         self._label = label
         self._edits: list[tuple[_Class, Edit]] = []
+        self._store = config.states
+        self._states: list[tuple[_Class, str]] = []  # with their keys in the first iterations
+        self._new_states: list[tuple[str, Tensor]] = []  # of all iterations, that are set
 
     def run(self, answers: Mapping[Site, tuple[Answered, ...]], measured: Measured, engine: str) -> None:
         """Insert, cut the body, and put its code into the graph."""
@@ -180,6 +192,7 @@ class _Insertion:
                     self._canvas.replace(first, node)
         packs = self._add_records()
         kept = self._add_kept()
+        self._add_states()
         self._canvas.erase_unused()
         self._lift_live()
         parts = partition(self._body, engine)
@@ -193,8 +206,11 @@ class _Insertion:
         for insertion in own.insertions:
             refuse(insertion, Context(own.site, is_in_loop=True))
         insert(canvas, point, own.insertions)
-        if packing.states:
+        scope = canvas.states_at(str(own.site))
+        keys = scope.keys if scope is not None else ()
+        if keys and not isinstance(self._loop.length, int):
             refuse(own.insertions[0], Context(own.site, is_in_loop=True, has_states=True))
+        self._states += ((own, key) for key in keys)
         for number in range(num_placed, len(packing.placed)):
             packing.placed[number] = replace(packing.placed[number], iterations=own.iterations)
         self._edits += ((own, edit) for edit in canvas.edits[num_edits:])
@@ -246,6 +262,25 @@ class _Insertion:
             self._add_output(self._canvas.current(node), is_forward=is_forward)
         return found
 
+    def _add_states(self) -> None:
+        """Give each iteration its states, and return the new ones as further outputs."""
+        body, packing, length = self._body, self._canvas.packing, fake_tensors.hint_of(self._loop.length)
+        for own, key in self._states:
+            tensor, name = self._store.held(key), key.removeprefix(f"{own.site}")
+            acting = set(own.iterations.of(length))
+            sites = [own.site.at_iteration(n) if n in acting else None for n in range(length)]
+            states = self._store.stack([None if site is None else f"{site}{name}" for site in sites])
+            given = body.add_states(states, fake_tensors.fake_like(self._given[0].meta["val"], tensor))
+            editing.read_instead_of_live(body.graph, tensor, given)
+            _, node = packing.states.pop(key, (None, None))
+            if node is None:  # it is only read
+                continue
+            node = self._canvas.current(node)
+            if not own.is_all:
+                node = self._where(own, node, given, body.graph.output_node())
+            self._add_output(node, is_forward=False)
+            self._new_states.append((key, states))
+
     def _add_output(self, node: fx.Node, *, is_forward: bool) -> None:
         body = self._body
         if is_forward:
@@ -258,7 +293,7 @@ class _Insertion:
         live = editing.live_tensors(self._body.graph)
         lifted = editing.lift_live(self._body.gm)
         self._body.live = [live[name] for name, _ in lifted]
-        editing.move_inputs(self._body.graph, len(lifted), len(self._body.floating))
+        editing.move_inputs(self._body.graph, len(lifted), self._body.num_given)
 
     def _emit(self, parts: LoopParts, packs: Sequence[tuple[Pack, bool]], kept: Sequence[bool]) -> None:
         """Put the code of the loop in the place of its operators."""
@@ -278,7 +313,8 @@ class _Insertion:
             values = ForwardValues(graph)
             tangents: list[fx.Node] = backward.args[1]  # type: ignore[assignment]
             inputs = [*tangents, *self._given, *map(values.for_backward, made)]
-            tag = "must_be_in_backward" if self._body.live else "is_backward"
+            is_live = self._body.live or self._body.states
+            tag = "must_be_in_backward" if is_live else "is_backward"
             nodes, new = editing.compute(graph, code.backward, inputs, backward, tag)
             positions = {n: at for at, n in enumerate(self._body.wanted)}
             _replace_results(backward, [nodes[positions[n]] for n in self._wanted])
@@ -306,6 +342,8 @@ class _Insertion:
             self._found.nodes += (node.name for node in new)
             self._found.replaced |= {node.name: calls[is_forward] for node in new}
         of_kept = [next(left[is_forward]) for is_forward in kept]
+        for key, states in self._new_states:
+            outer.packing.states[key] = states, next(left[False])
         codes = zip(calls.values(), filter(None, (parts.forward, parts.backward)), strict=True)
         bodies = {name: {node.name for node in code.body.graph.nodes} for name, code in codes}
         outer.packing.add_loop(map(partial(self._seen_outside, calls), self._canvas.packing.placed), of_packs, of_kept)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
@@ -29,6 +30,7 @@ from gradrewrite.passes import (
     Scale,
     WeighLosses,
 )
+from gradrewrite.testing import assert_matches_eager
 
 from helpers import ROOT, gradients_of, mostly_slow
 from models.recurrent import Recurrent, loop_over_cells
@@ -597,23 +599,115 @@ def test_a_packed_input_is_refused() -> None:
         gr.transform(TakesPacked(nn.LSTM(FEATURES, WIDTH)), [])(packed)
 
 
-def follow(state: gr.State) -> Callable[[Tensor], Tensor]:
-    def act(error: Tensor) -> Tensor:
-        state.set(state + error.norm())
-        return error
-
-    return act
-
-
-@pytest.mark.parametrize(
-    ("action", "wanted"),
-    [(WeighLosses(PCGrad()), "acts on several gradients"), (follow(gr.State()), "keeps states")],
-    ids=["group", "state"],
-)
-def test_refused_inside(action: Any, wanted: str) -> None:
-    rewritten = gr.transform(made("lstm"), gr.on("error:rec.l0/h", action))
-    with pytest.raises(gr.PolicyError, match=f"error:rec.l0/h(?s:.*){wanted}"):
+def test_refused_inside() -> None:
+    rewritten = gr.transform(made("lstm"), gr.on("error:rec.l0/h", WeighLosses(PCGrad())))
+    with pytest.raises(gr.PolicyError, match=r"error:rec\.l0/h(?s:.*)acts on several gradients"):
         rewritten(torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64))
+
+
+def smoothed() -> Callable[[Tensor], Tensor]:
+    mean = gr.State((), 1.0, torch.float64, name="mean")
+
+    def divide(error: Tensor) -> Tensor:
+        mean.set(0.5 * mean.value + 0.5 * error.abs().mean())
+        return error / (1 + 10 * mean.value)
+
+    return divide
+
+
+@pytest.mark.parametrize("pattern", ["error:*/h", "error:rec.l0/gates#2"])
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_a_state_for_each_iteration(name: str, pattern: str) -> None:
+    model = made(name, bidirectional=True)
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    found = assert_matches_eager(model, gr.on(pattern, smoothed()), x, compiled=False, steps=3)
+
+    assert len(found.changed) == (1 if "#" in pattern else 2 * LENGTH)
+
+
+def test_states_at_lengths_that_change() -> None:
+    """A longer loop has new states, of a shorter one the others stay; they are those of the unrolled program."""
+    model, means = made("gru"), [torch.ones((), dtype=torch.float64) for _ in range(6)]
+    rewritten = gr.transform(model, gr.on("error:rec.l0/h", smoothed()))
+
+    def divided(t: int, error: Tensor) -> Tensor:
+        means[t] = 0.5 * means[t] + 0.5 * error.abs().mean()
+        return error / (1 + 10 * means[t])
+
+    def compare(net: nn.Module, length: int) -> None:
+        x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
+        hooks = {"h": lambda t: functools.partial(divided, t)}
+        found = torch.autograd.grad(weighted(net(x)), list(net.parameters()))
+        wanted = torch.autograd.grad(weighted(loop_over_cells(model.rec, x, hooks)), list(model.parameters()))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    for length in (3, 6, 2, 6, 4):
+        compare(rewritten, length)
+    kept = gr.state_dict(rewritten)["states"]
+    assert kept == {f"error:rec.l0/h{f'#{t}' if t else ''}/mean": means[t] for t in range(6)}
+
+    other = gr.transform(copy.deepcopy(model), gr.on("error:rec.l0/h", smoothed()))
+    gr.load_state_dict(other, gr.state_dict(rewritten))
+    for length in (2, 6, 5):
+        compare(other, length)
+    gr.load_state_dict(other, {**gr.state_dict(rewritten), "states": kept})
+    means[:] = [kept[f"error:rec.l0/h{f'#{t}' if t else ''}/mean"] for t in range(6)]
+    compare(other, 6)
+
+
+class WithSubclass(nn.Module):
+    """The error of the recurrent layer is a tensor subclass, for the weight of the head is."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.rec, self.head = layer, nn.Linear(WIDTH, WIDTH).double()
+        weight = self.head.weight.detach()
+        self.head.weight = nn.Parameter(TwoTensor(weight, 2 * weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.rec(x)[0]).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_errors_of_a_tensor_subclass_are_left_alone(layer: Any, compiled: bool) -> None:
+    model = WithSubclass(layer(FEATURES, WIDTH).double())
+    rewritten = gr.transform(copy.deepcopy(model), gr.on("error:rec.l0/h", Scale(0.0)))
+    if compiled:
+        rewritten.compile()
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    model(x).backward()
+    with pytest.warns(UserWarning, match=r"error:rec\.l0/h.*: the policy answers at values that are a TwoTensor"):
+        rewritten(x).backward()
+
+    for found, wanted in zip(rewritten.parameters(), model.parameters(), strict=True):
+        assert isinstance(found.grad, TwoTensor)
+        assert isinstance(wanted.grad, TwoTensor)
+        for a, b in ((found.grad.a, wanted.grad.a), (found.grad.b, wanted.grad.b)):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class Hidden:
+    """A function with a state that no reading of its code finds."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+
+    def __call__(self, error: Tensor) -> Tensor:
+        return globals()["_HIDDEN"](error)
+
+
+_HIDDEN = smoothed()
+
+
+def test_a_hidden_state_needs_a_length_that_is_a_number() -> None:
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    rewritten = gr.transform(made("gru"), gr.on("error:rec.l0/h", Hidden()))
+    with pytest.raises(gr.PolicyError, match=r"error:rec\.l0/h.* the length of this loop is a symbol.* dynamic=False"):
+        rewritten(x)
+    weighted(gr.transform(made("gru"), gr.on("error:rec.l0/h", Hidden()), dynamic=False)(x)).backward()
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

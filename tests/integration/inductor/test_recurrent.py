@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import gradrewrite as gr
 from gradrewrite.passes import ClipByNorm, Observe
+from gradrewrite.testing import assert_matches_eager
 
 from models.recurrent import Recurrent, loop_over_cells
 
@@ -62,6 +64,18 @@ def test_layers_and_directions(layer: Any, policy: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+def test_a_state_for_each_iteration() -> None:
+    mean = gr.State((), 1.0, torch.float64, name="mean")
+
+    def divide(error: torch.Tensor) -> torch.Tensor:
+        mean.set(0.5 * mean.value + 0.5 * error.abs().mean())
+        return error / (1 + 10 * mean.value)
+
+    x = torch.randn(6, 3, FEATURES, dtype=torch.float64)
+    model = Recurrent(nn.LSTM(FEATURES, WIDTH, bidirectional=True).double())
+    assert len(assert_matches_eager(model, gr.on("error:*/h", divide), x, steps=3).changed) == 12
+
+
 def test_code_comes_from_inductor_s_cache() -> None:
     def found() -> tuple[int, int]:
         model = gr.transform(Recurrent(nn.LSTM(FEATURES, WIDTH)), gr.on("error:rec.l0/h", ClipByNorm(0.7))).compile()
@@ -70,6 +84,8 @@ def test_code_comes_from_inductor_s_cache() -> None:
         return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_bypass"]
 
     found()
+    torch.compiler.reset()
+    gc.collect()  # the code of loops is shared as long as a model with it is alive
     assert found() == (4, 0)  # forward, backward, and the bodies of both
 
 

@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
     "states_in_a_loop": (
         P.ClipByNorm(1.0),
         Context(site("error"), is_in_loop=True, has_states=True),
-        "keeps states, and would need one for each iteration of the loop",
+        "keeps a state for each iteration, and the length of this loop is a symbol",
         Context(site("error"), is_in_loop=True),
     ),
     "examples_of_dtensor": (
