@@ -254,3 +254,8 @@ def clear_dropped() -> None:
             reset_code(code)
     finally:
         compile_lock.release()
+
+
+def traces_recurrent() -> bool:
+    """Return whether the user lets Dynamo trace recurrent layers."""
+    return bool(dynamo_config.allow_rnn)

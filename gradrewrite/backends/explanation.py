@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.edits import Edit, told_once
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.sites import Site
 
@@ -68,7 +68,7 @@ class Explanation:
             lines.append(f"graph {number} ({where}): {len(graph.sites)} sites, {len(graph.edits)} edits")
             of_losses = [f"{number} of loss {loss}" for loss, number in enumerate(graph.loss_nodes)]
             lines += [f"  nodes in the backward of each loss by itself: {', '.join(of_losses)}"] * bool(of_losses)
-            lines += [f"  {edit.site}: {edit.action!r}" for edit in graph.edits]
+            lines += [f"  {where}: {edit.action!r}" for where, edit in told_once(graph.edits)]
             lines += [f"  {site}: out of reach, nothing was inserted" for site in graph.out_of_reach]
         lines += [f"skipped: {line}" for line in self.skipped]
         if self.outside:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gradrewrite._compat import optimizers
+from gradrewrite._compat import dynamo_cache, optimizers
 from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import PendingWarnings
 from gradrewrite.backends.call_counts import ForwardCalls
@@ -172,7 +172,12 @@ class Session:
             reason = f"the plain model, or {used} of it, was called directly or used outside of the graphs"
         way_out = f"call the {kind} model itself, or {'transform' if self.has_model else 'compile'} what is called"
         methods = methods_that_use(model, children)[:MANY]
-        if methods:
+        untraced = [name or "model" for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
+        if untraced and not self.has_model and not dynamo_cache.traces_recurrent():
+            reason = f"torch.compile traces no nn.RNN, nn.GRU or nn.LSTM ({listed(untraced)})"
+            way_out = "set torch._dynamo.config.allow_rnn = True before the first call"
+            self.graphs.skipped[f"{reason}: {way_out}"] = None
+        elif methods:
             reason += f", or a method without an entry point ({', '.join(f'{name}()' for name in methods)})"
             way_out += f"; or name the methods, gr.transform(model, policy, methods={tuple(methods)!r})"
         self.warnings.warn_once(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,3 +45,12 @@ class Edit:
     def text(self) -> str:
         """The action as text, without addresses in memory."""
         return without_addresses(repr(self.action))
+
+
+def told_once(edits: Sequence[Edit]) -> Iterator[tuple[str, Edit]]:
+    """Yield edits with their sites as text; one action at a value in several iterations of a loop comes once."""
+    inside = Counter((e.text, e.site.kind, e.site.name) for e in edits if e.site.iteration is not None)
+    for edit in edits:
+        count = 1 if edit.site.iteration is None else inside.pop((edit.text, edit.site.kind, edit.site.name), 0)
+        if count:
+            yield f"{edit.site} ({count} iterations)" if count > 1 else str(edit.site), edit

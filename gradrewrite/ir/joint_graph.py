@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import unified_diff
@@ -11,7 +10,7 @@ from difflib import unified_diff
 from torch import fx
 
 from gradrewrite._utils.formatting import plain_table
-from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.edits import Edit, told_once
 from gradrewrite.ir.loop_code import OP_LOOP, code_of
 from gradrewrite.ir.provenance import Provenance
 from gradrewrite.sites import Site
@@ -95,13 +94,8 @@ class JointGraph:
 
     def __str__(self) -> str:
         """The sites that were edited, then the code."""
-        turns = Counter((e.text, e.site.kind, e.site.name) for e in self.edits if e.site.iteration is not None)
-        edits = ""
-        for e in self.edits:
-            times = turns[e.text, e.site.kind, e.site.name]
-            if not times or e.nodes:  # those of a loop are told once
-                iterations = f" ({times} iterations)" if times > 1 else ""
-                edits += f"# {e.site}{iterations}: {e.text} -> {', '.join(e.nodes) or 'no nodes'}\n"
+        known = [(where, edit.text, ", ".join(edit.nodes) or "no nodes") for where, edit in told_once(self.edits)]
+        edits = "".join(f"# {where}: {text} -> {nodes}\n" for where, text, nodes in known)
         return f"# {len(self.sites)} sites, {len(self.edits)} edits\n{edits}{self.code}"
 
 

@@ -18,6 +18,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
+from gradrewrite.backends.backend import make_backend
+from gradrewrite.backends.engines import AotEager
 from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.passes import (
     CheckFinite,
@@ -819,6 +821,25 @@ def test_regions() -> None:
     names = {a.partition("#")[0] for a in rewritten.monitor.latest()}
     assert names == {f"norm@error:blocks.{n}.rec.l0/h" for n in range(3)}
     assert len(rewritten.monitor.latest()) == 3 * LENGTH
+
+
+def test_a_backend_says_that_dynamo_traces_no_recurrent_layers() -> None:
+    model, backend = made("lstm"), make_backend(gr.on("error:rec.l0/h", Observe("norm")), None, AotEager())
+    run = torch.compile(model, backend=backend)
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    outputs = run(x)
+    with pytest.warns(UserWarning, match=r"traces no nn\.RNN, .* \(rec\).*torch\._dynamo\.config\.allow_rnn = True"):
+        weighted(outputs).backward()
+    assert "allow_rnn = True" in str(backend.explain())
+
+
+def test_explanations_tell_of_the_iterations_once() -> None:
+    rewritten = gr.transform(made("lstm"), gr.on("error:rec.l0/h", ClipByNorm(1.0)))
+    weighted(rewritten(torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64))).backward()
+    text = str(rewritten.explain())
+
+    assert f"error:rec.l0/h ({LENGTH} iterations): ClipByNorm" in text
+    assert text.count("ClipByNorm") == 1
 
 
 @pytest.mark.inductor
