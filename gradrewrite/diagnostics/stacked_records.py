@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradrewrite._utils.exponent_counts import EXPONENTS
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.ir.outputs import Stack, iterations_of
 
 _CODES = {"float32": "f", "float64": "d"}  # of dtypes in ``array``
@@ -112,19 +113,24 @@ def summed_up(records: Mapping[str, float], stacks: Sequence[Stack]) -> dict[str
     """
     inside = {address for stack in stacks for own in stack for address in own}
     found = {address: value for address, value in records.items() if address not in inside}
-    for own in (own for stack in stacks for own in stack):
-        known = [(records[address], n) for n, address in enumerate(own) if address in records]
+    calls = grouped((base_of(own[0]), address) for stack in stacks for own in stack for address in own)
+    for base, own in calls.items():  # of a layer that is called twice, all iterations of both
+        known = [(records[address], _split(address)[1]) for address in own if address in records]
         if not known:
             continue
-        base, first = _split(own[0])
         name, _, site = base.partition("@")
         if name.partition(".")[0] in EXPONENTS:
             found[base] = sum(value for value, _ in known)
             continue
         largest, n = max(known, key=lambda one: (math.isnan(one[0]), one[0]))
-        figures = {"largest": largest, "largest_at": float(first + n), "last": known[-1][0]}
+        figures = {"largest": largest, "largest_at": float(n), "last": known[-1][0]}
         found |= {f"{name}_{what}@{site}": value for what, value in figures.items()}
     return found
+
+
+def base_of(address: str) -> str:
+    """Return an address without the number of a call."""
+    return _split(address)[0]
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -24,7 +24,7 @@ from gradrewrite.diagnostics.run_file import (
     step_to_json,
 )
 from gradrewrite.diagnostics.run_log import Origin, Step
-from gradrewrite.diagnostics.stacked_records import summed_up
+from gradrewrite.diagnostics.stacked_records import base_of, summed_up
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.step_record import StepRecord
@@ -252,7 +252,7 @@ class ClipRates:
 
     def add(self, step: Step) -> None:
         """Count one step; a factor of NaN counts as clipped."""
-        first = {address: own[0] for stack in step.stacks for own in stack for address in own}
+        first = {address: base_of(own[0]) for stack in step.stacks for own in stack for address in own}
         for clip in step.clips:
             factor = str(clip.factor)
             rate = replace(RecordKey.parse(first.get(factor, factor)), record="rate")

@@ -98,7 +98,7 @@ class StateStore:
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._stacks: dict[str, _Stacks] = {}  # of loops, by the key of the first row
+        self._stacks: dict[tuple[str, str], _Stacks] = {}  # of loops, by site and name
         self._first: dict[str, float] = {}
         self._noise: dict[str, NoiseSource] = {}
         self._adds_noise = True
@@ -152,38 +152,40 @@ class StateStore:
         """Return the tensor of a state that is there."""
         return self._tensors[key]
 
-    def stack(self, keys: Sequence[str | None]) -> Tensor:
-        """Return the states of the iterations of a loop as one tensor ``[T, *shape]``; that of the first key is there.
+    def stack(self, site: str, name: str, calls: range, acting: Collection[int]) -> Tensor:
+        """Return the states of an action in the iterations of a loop as one tensor ``[T, *shape]``.
 
-        Each state is a row of it from then on. A longer loop has new memory, to which the tensors for shorter ones
-        move. An iteration without a key has a row alone.
+        All states of one name at a value share memory, a row for each call of its site; that of the first call with an
+        action is there. More calls have new memory, to which all tensors move.
+
+        Args:
+            site: The site of the value, without the number of a call.
+            name: What stands behind the site in the key of the state.
+            calls: The numbers of the iterations among the calls of the site.
+            acting: Those of them with an action; of the others nothing is kept under a key.
         """
-        first = next(key for key in keys if key is not None)
-        like, stacks = self._tensors[first], self._stacks.setdefault(first, _Stacks())
+        like = self._tensors[_key_of_call(site, name, min(acting))]
+        init = self._first[_key_of_call(site, name, min(acting))]
+        stacks = self._stacks.setdefault((site, name), _Stacks())
         with fake_tensors.outside_of_transforms(), torch.no_grad():
-            longest = stacks.longest
-            if longest is None or longest.device != like.device:
-                stacks.by_length.clear()
-                longest = stacks.longest = like.new_full((len(keys), *like.shape), self._first[first])
-            elif len(longest) < len(keys):
-                stacks.longest = like.new_full((len(keys), *like.shape), self._first[first])
-                stacks.longest[: len(longest)] = longest
-                longest = stacks.longest
-                for length, tensor in stacks.by_length.items():
-                    tensor.set_(longest.narrow(0, 0, length))  # type: ignore[call-overload]
-            stacks.keys |= {number: key for number, key in enumerate(keys) if key is not None}
-            for number, key in stacks.keys.items():
-                row = longest[number]
-                self._tensors[key], self._first[key] = row.copy_(self._taken(key, row)), self._first[first]
-            return stacks.by_length.setdefault(len(keys), longest.narrow(0, 0, len(keys)))
-
-    def _taken(self, key: str, otherwise: Tensor) -> Tensor:
-        """Return the value of a state, there or loaded."""
-        if key in self._tensors:
-            return self._tensors[key]
-        if key not in self._loaded and self._missing is not None:
-            self._missing.append(key)
-        return self._loaded.pop(key, otherwise)
+            memory, form = stacks.memory, (like.device, like.dtype, like.shape)
+            if memory is None or (memory.device, memory.dtype, memory.shape[1:]) != form:
+                stacks.parts.clear()
+                stacks.calls.clear()
+                memory = stacks.memory = like.new_full((calls.stop, *like.shape), init)
+            elif len(memory) < calls.stop:
+                stacks.memory = like.new_full((calls.stop, *like.shape), init)
+                stacks.memory[: len(memory)] = memory
+                memory = stacks.memory
+                for part, tensor in stacks.parts.items():
+                    tensor.set_(memory[part.start : part.stop])  # type: ignore[call-overload]
+            stacks.calls |= set(acting)
+            for number in stacks.calls:
+                key, row = _key_of_call(site, name, number), memory[number]
+                known = self._tensors.get(key)
+                row.copy_(self._loaded.pop(key, row) if known is None else known)
+                self._tensors[key], self._first[key] = row, init
+            return stacks.parts.setdefault(calls, memory[calls.start : calls.stop])
 
     def note_use(self, state: StateKind, where: str, *, is_written: bool) -> None:
         """Note that an action at a site or of a group has a state; see ``StateScope.check``."""
@@ -224,7 +226,7 @@ class StateStore:
 
     def own_tensors(self) -> list[Tensor]:
         """Return the tensors of states and schedules."""
-        stacks = (tensor for known in self._stacks.values() for tensor in known.by_length.values())
+        stacks = (tensor for known in self._stacks.values() for tensor in known.parts.values())
         return [*self._tensors.values(), *stacks, *(found.tensor for found in self._schedules.values())]
 
     def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
@@ -273,7 +275,8 @@ class StateStore:
 
     def _tell_of_others(self) -> None:
         """Warn once, after a whole step, of a loaded state of another policy."""
-        missing, left = self._missing, list(self._loaded)
+        # A longer sequence has new states in a loop, and a shorter one does not use all.
+        missing, left = self._missing, [key for key in self._loaded if not self._is_of_loop(key)]
         self._missing = None
         if missing is None or not (missing or left):
             return
@@ -283,6 +286,9 @@ class StateStore:
             f"gr.load_state_dict: what was loaded is of another policy: {'; '.join(texts)}. Load it into a model with "
             "the policy that it was saved with"
         )
+
+    def _is_of_loop(self, key: str) -> bool:
+        return any(key.startswith(f"{site}#") and key.endswith(name) for site, name in self._stacks)
 
     def begin_step(self) -> None:
         """Bring schedules up to date: a backward begins, or the actions at step sites run."""
@@ -345,11 +351,15 @@ class StateStore:
 
 @dataclass(slots=True)
 class _Stacks:
-    """The states of a loop's iterations, as tensors that share memory."""
+    """The states of one name in the iterations of loops: rows of a tensor, by the number of the call of their site."""
 
-    longest: Tensor | None = None
-    by_length: dict[int, Tensor] = field(default_factory=dict)
-    keys: dict[int, str] = field(default_factory=dict)  # of the states, by row
+    memory: Tensor | None = None
+    parts: dict[range, Tensor] = field(default_factory=dict)  # of the loops
+    calls: set[int] = field(default_factory=set)  # with a state
+
+
+def _key_of_call(site: str, name: str, call: int) -> str:
+    return f"{site}#{call}{name}" if call else f"{site}{name}"
 
 
 @dataclass(slots=True)

@@ -70,8 +70,8 @@ class JointBody:
         return node
 
 
-def trace_body(loop: Loop, given: Sequence[Tensor], wanted: Collection[int]) -> JointBody:
-    """Trace the joint graph of one iteration, for fake arguments of the loop."""
+def trace_body(loop: Loop, given: Sequence[Tensor], wanted: Collection[int] | None) -> JointBody:
+    """Trace the joint graph of one iteration, for fake arguments of the loop; ``wanted`` is None without a backward."""
     carries, inputs, invariants = loop.split(given)
     mode = fake_tensors.fake_mode_of(given)
     with torch.no_grad(), mode:
@@ -82,7 +82,7 @@ def trace_body(loop: Loop, given: Sequence[Tensor], wanted: Collection[int]) -> 
         floating = [n for n, r in enumerate(results) if r.is_floating_point()]
         tangents = [torch.empty(results[n].shape, dtype=results[n].dtype, device=results[n].device) for n in floating]
     differentiable = [n for n, t in enumerate(carries) if t.is_floating_point()]
-    asked = [*differentiable, *sorted(n for n in wanted if n >= len(carries))]
+    asked = [] if wanted is None else [*differentiable, *sorted(n for n in wanted if n >= len(carries))]
 
     def joint(*tensors: Tensor) -> list[Any]:
         primals, gradients = tensors[: len(rows)], tensors[len(rows) :]

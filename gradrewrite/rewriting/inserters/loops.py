@@ -157,8 +157,8 @@ class _Insertion:
         self._outer, self._loop, self._found = outer, loop, found
         self._forward, self._backward = forward, backward
         given: list[fx.Node] = forward.args[0]  # type: ignore[assignment]
-        wanted: list[int] = [] if backward is None else backward.args[2]  # type: ignore[assignment]
-        self._given, self._wanted = given, wanted
+        wanted: list[int] | None = None if backward is None else backward.args[2]  # type: ignore[assignment]
+        self._given, self._wanted = given, wanted or []
         self._body = trace_body(loop, [node.meta["val"] for node in given], wanted)
         positions = {node: number for number, node in enumerate(outer.graph.nodes)}
         self._orders = {True: positions[forward], False: positions.get(backward, 0)}
@@ -267,9 +267,9 @@ class _Insertion:
         body, packing, length = self._body, self._canvas.packing, fake_tensors.hint_of(self._loop.length)
         for own, key in self._states:
             tensor, name = self._store.held(key), key.removeprefix(f"{own.site}")
-            acting = set(own.iterations.of(length))
-            sites = [own.site.at_iteration(n) if n in acting else None for n in range(length)]
-            states = self._store.stack([None if site is None else f"{site}{name}" for site in sites])
+            site, first = own.site, self._loop.first_call
+            acting = [first + n for n in own.iterations.of(length)]
+            states = self._store.stack(f"{site.kind}:{site.name}", name, range(first, first + length), acting)
             given = body.add_states(states, fake_tensors.fake_like(self._given[0].meta["val"], tensor))
             editing.read_instead_of_live(body.graph, tensor, given)
             _, node = packing.states.pop(key, (None, None))

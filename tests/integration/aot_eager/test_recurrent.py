@@ -658,6 +658,111 @@ def test_states_at_lengths_that_change() -> None:
     compare(other, 6)
 
 
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rec = nn.LSTM(FEATURES, FEATURES).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.rec(x)[0]
+        loss: Tensor = 100 * first.square().sum() + self.rec(first)[0].square().sum()
+        return loss
+
+
+def counting() -> Callable[[Tensor], Tensor]:
+    number = gr.State(name="n", dtype=torch.float64)
+
+    def count(error: Tensor) -> Tensor:
+        number.set(number + 1)
+        return error * number.value
+
+    return count
+
+
+def test_states_of_a_layer_that_is_called_twice_at_lengths_that_change() -> None:
+    """Iteration 2 is of the second call in a short sequence, of the first one in a long one: one site, one state."""
+    rewritten = gr.transform(CalledTwice(), gr.on("error:rec.l0/h", counting()))
+    for length in (2, 3, 2, 4, 2):
+        rewritten(torch.randn(length, BATCH, FEATURES, dtype=torch.float64)).backward()
+    found = gr.state_dict(rewritten)["states"]
+
+    numbers = [float(found[f"error:rec.l0/h{f'#{n}' if n else ''}/n"]) for n in range(8)]
+    assert numbers == [5, 5, 5, 5, 2, 2, 1, 1]
+
+
+def test_states_of_answers_that_change_with_the_length() -> None:
+    count = counting()
+    numbers = dict.fromkeys(range(6), 0.0)
+    length = 0
+
+    def policy(site: gr.Site) -> Any:
+        return count if site.matches("error:rec.l0/h") and (length == 6 or (site.iteration or 0) % 2 == 1) else None
+
+    def counted(t: int, error: Tensor) -> Tensor:
+        numbers[t] += 1
+        return error * numbers[t]
+
+    model = made("gru")
+    rewritten = gr.transform(model, policy)
+    for length in (4, 6, 4, 6):
+        x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
+        hooks = {"h": lambda t, n=length: functools.partial(counted, t) if n == 6 or t % 2 == 1 else None}
+        found = torch.autograd.grad(weighted(rewritten(x)), list(model.parameters()))
+        wanted = torch.autograd.grad(weighted(loop_over_cells(model.rec, x, hooks)), list(model.parameters()))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+def test_loaded_states_of_another_length_are_of_the_same_policy() -> None:
+    model = made("gru")
+    kept = gr.transform(copy.deepcopy(model), gr.on("error:rec.l0/h", counting()))
+    weighted(kept(torch.randn(4, BATCH, FEATURES, dtype=torch.float64))).backward()
+    for length in (2, 6):
+        other = gr.transform(copy.deepcopy(model), gr.on("error:rec.l0/h", counting()))
+        gr.load_state_dict(other, gr.state_dict(kept))
+        for _ in range(3):
+            weighted(other(torch.randn(length, BATCH, FEATURES, dtype=torch.float64))).backward()
+        found = gr.state_dict(other)["states"]
+        assert [float(found[f"error:rec.l0/h{f'#{n}' if n else ''}/n"]) for n in range(2)] == [4, 4]
+        assert float(found["error:rec.l0/h#3/n"]) == (1 if length == 2 else 4)
+
+
+def test_logs_of_a_layer_that_is_called_twice() -> None:
+    rewritten = gr.transform(CalledTwice(), gr.on("error:rec.l0/h", ClipByNorm(1e9)))
+    writer = Scalars()
+    rewritten.monitor.to_tensorboard(writer)
+    rewritten(torch.randn(4, BATCH, FEATURES, dtype=torch.float64)).backward()
+    rewritten.monitor.flush()
+    norms = [rewritten.monitor.latest()[f"norm@error:rec.l0/h{f'#{n}' if n else ''}"] for n in range(8)]
+
+    assert writer["norm_largest/error:rec.l0/h"] == max(norms)
+    assert writer["norm_largest_at/error:rec.l0/h"] == norms.index(max(norms))
+    assert writer["norm_last/error:rec.l0/h"] == norms[-1]
+    assert [tag for tag in writer if tag.startswith("rate")] == ["rate/error:rec.l0/h"]
+
+
+class Selected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2).double()
+
+    def forward(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        loss: Tensor = self.head(outputs[0]).square().sum()
+        return loss
+
+
+@pytest.mark.parametrize("policy", [[], gr.on("error:*/h", ClipByNorm(0.1)), gr.on("activation:*/h", Observe("norm"))])
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+@pytest.mark.parametrize("frozen", ["l0", "l"])
+def test_layers_without_a_backward(name: str, frozen: str, policy: Any) -> None:
+    layer = Recurrent(LAYERS[name](FEATURES, WIDTH, num_layers=2).double())
+    for own, parameter in layer.rec.named_parameters():
+        parameter.requires_grad_(frozen not in own)
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    assert_matches_eager(nn.Sequential(layer, Selected()), policy, x, compiled=False)
+
+
 class WithSubclass(nn.Module):
     """The error of the recurrent layer is a tensor subclass, for the weight of the head is."""
 
