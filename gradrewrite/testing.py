@@ -795,7 +795,10 @@ class _Observer(TorchFunctionMode):
         return result
 
     def _run_recurrent(self, func: Any, args: Sequence[Any], source: str) -> Any:
-        """Run a recurrent layer, as a loop over time where the policy answers inside; both draw the same numbers."""
+        """Run a recurrent layer.
+
+        It is a loop over time with an answer of the policy inside; both draw the same random numbers.
+        """
         module, found = self._stack[-1][0] if self._stack else "", list[tuple[Tensor, Site]]()
         begin = Counter(self._iterations)
 
