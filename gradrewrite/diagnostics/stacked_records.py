@@ -115,7 +115,8 @@ def summed_up(records: Mapping[str, float], stacks: Sequence[Stack]) -> dict[str
     found = {address: value for address, value in records.items() if address not in inside}
     calls = grouped((base_of(own[0]), address) for stack in stacks for own in stack for address in own)
     for base, own in calls.items():  # of a layer that is called twice, all iterations of both
-        known = [(records[address], _split(address)[1]) for address in own if address in records]
+        once = dict.fromkeys(own)  # two forwards before one backward have the same addresses
+        known = [(records[address], _split(address)[1]) for address in once if address in records]
         if not known:
             continue
         name, _, site = base.partition("@")

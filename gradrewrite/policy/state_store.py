@@ -184,7 +184,8 @@ class StateStore:
                 key, row = _key_of_call(site, name, number), memory[number]
                 known = self._tensors.get(key)
                 row.copy_(self._loaded.pop(key, row) if known is None else known)
-                self._tensors[key], self._first[key] = row, init
+                self._tensors[key] = row
+                self._first.setdefault(key, init)
             return stacks.parts.setdefault(calls, memory[calls.start : calls.stop])
 
     def note_use(self, state: StateKind, where: str, *, is_written: bool) -> None:

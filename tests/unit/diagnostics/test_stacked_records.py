@@ -76,6 +76,7 @@ def test_a_few_figures_for_other_logs() -> None:
     records = {"loss@run": 2.0, "norm@error:l/h#3": 1.0, "norm@error:l/h#4": 5.0, "norm@error:l/h#5": 3.0}
     records |= {f"{EXPONENTS[0]}@error:l/h#{n}": 2.0 for n in (3, 4, 5, 6)}
 
+    assert summed_up(records, [stack, stack]) == summed_up(records, [stack])
     assert summed_up(records, [stack]) == {
         "loss@run": 2.0,
         "norm_largest@error:l/h": 5.0,
