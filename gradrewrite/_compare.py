@@ -94,7 +94,7 @@ def _values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     @leave_out_unsupported
     def keep(site: Site) -> Keep | None:
-        return None if site.traits.at_guard else Keep()
+        return None if site.traits.at_guard or site.traits.needs_kind else Keep()
 
     monitor = run_once(model, keep, args, kwargs, _loss)
     return {str(site): (site, tensor) for site, tensor in monitor.kept().items()}

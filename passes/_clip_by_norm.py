@@ -20,6 +20,7 @@ from gradrewrite.passes._settings import (
     check_norm,
     check_not_negative,
     now,
+    numbers_of,
     scalar,
     short_repr,
     site_bounds,
@@ -92,7 +93,9 @@ class ClipByNorm:
         clip = self if by_site is None else replace(self, max_norm=by_site.at(site))
         measured = {"norm": "norm"} if self.norm_type == 2 else {}
         measured |= LOGGED if self.log else {}
-        return Insertion(clip, ReplaceTensor(clip.apply, statistics=measured), self.kinds, has_units=True)
+        effect = ReplaceTensor(clip.apply, statistics=measured)
+        numbers = numbers_of(clip, "max_norm")
+        return Insertion(clip, effect, self.kinds, has_units=True, numbers=numbers, is_by_site=by_site is not None)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip the tensor, and report a ``NormClip``."""

@@ -19,6 +19,7 @@ from gradrewrite.passes._settings import (
     check_not_negative,
     check_number,
     now,
+    numbers_of,
     scalar,
     short_repr,
     site_bounds,
@@ -109,7 +110,8 @@ class ClipByValue:
         by_site = self._by_site if site.kind in self.kinds else None
         clip = self if by_site is None else replace(self, max=by_site.at(site))
         effect = ReplaceTensor(clip.apply, statistics=LOGGED if self.log else {})
-        return Insertion(clip, effect, self.kinds, has_units=True)
+        numbers = numbers_of(clip, "max", "min")
+        return Insertion(clip, effect, self.kinds, has_units=True, numbers=numbers, is_by_site=by_site is not None)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Clip; see the class."""

@@ -63,7 +63,7 @@ class _DueSteps:
         found = insertion_at(self.action, site)
         if site.kind not in found.kinds:
             return replace(found, action=self)
-        return insertion_at(self._in_due_steps(found.action), site)
+        return replace(insertion_at(self._in_due_steps(found.action), site), is_by_site=found.is_by_site)
 
     def _in_due_steps(self, action: Any) -> Any:
         if not isinstance(action, HasBounds):

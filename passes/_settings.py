@@ -153,6 +153,12 @@ def now(value: float | Tensor | Schedule, device: torch.device, least: float = -
     return recording.states.store.schedule(value, device, least)
 
 
+def numbers_of(action: Any, *names: str) -> dict[str, float]:
+    """Return the numbers among settings that may be tensors too."""
+    found = ((name, getattr(action, name)) for name in names)
+    return {name: value for name, value in found if isinstance(value, int | float)}
+
+
 def scalar(value: float | Tensor, like: Tensor) -> float | Tensor:
     """A setting as an operand for a real ``like``: a number, inf where the dtype cannot hold it; or a 0-d tensor."""
     if not isinstance(value, Tensor):

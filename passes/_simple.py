@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.passes._settings import check_number, scalar, short_repr, store_python_numbers
+from gradrewrite.passes._settings import check_number, numbers_of, scalar, short_repr, store_python_numbers
 from gradrewrite.policy.insertions import Insertion, ReplaceTensor
 from gradrewrite.sites import Kind, Site
 
@@ -48,7 +48,7 @@ class Scale:
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""
-        return Insertion(self, ReplaceTensor(self.apply), _KINDS)
+        return Insertion(self, ReplaceTensor(self.apply), _KINDS, numbers=numbers_of(self, "factor"))
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Scale; see the class."""

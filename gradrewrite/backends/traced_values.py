@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, MethodType
 from typing import Any
-
-from torch import nn
 
 from gradrewrite._utils.formatting import located_callable
 from gradrewrite._utils.warnings import PendingWarnings
@@ -109,35 +105,7 @@ def shown_value(value: Any) -> str:
 
 
 def _key_of(given: tuple[Answered, ...]) -> Hashable:
-    return tuple((answered.position, _action_key(answered.action)) for answered in given)
-
-
-def _action_key(action: Any) -> Hashable:
-    """Return a key of an action; callables that are made anew at each answer are equal if they hold equal values."""
-    if isinstance(action, FunctionType):
-        held = [_contents(cell) for cell in action.__closure__ or ()]
-        held += [*(action.__defaults__ or ()), *(action.__kwdefaults__ or {}).values()]
-        return action.__code__, tuple(map(_value_key, held))
-    if isinstance(action, functools.partial):
-        return _action_key(action.func), tuple(map(_value_key, (*action.args, *sorted(action.keywords.items()))))
-    if isinstance(action, MethodType):
-        return _action_key(action.__func__), _value_key(action.__self__)
-    if is_action(action) or not hasattr(action, "__dict__") or isinstance(action, nn.Module):
-        return action_key(action)
-    return type(action), tuple((name, _value_key(value)) for name, value in sorted(vars(action).items()))
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was assigned yet
-        return None
-
-
-def _value_key(value: Any) -> Hashable:
-    if isinstance(value, tuple):
-        return tuple(map(_value_key, value))
-    return repr(value) if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+    return tuple((answered.position, action_key(answered.action)) for answered in given)
 
 
 def first_change(values: Iterable[FunctionValues]) -> tuple[Any, str, Any] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.policy.recording import record_statistics
@@ -22,6 +24,7 @@ JudgedFigure: TypeAlias = Literal["total_norm", "loss"]
 
 BACKWARD = kinds_with(lambda traits: traits.has_units)
 ANYWHERE = kinds_with(lambda traits: not traits.needs_kind)
+_HEAP_TYPE = 1 << 9  # of Python: a class that was made by a class statement
 MEASURABLE = ANYWHERE | AFTER_UPDATE
 SAVED: frozenset[Kind] = frozenset(("saved",))
 
@@ -197,6 +200,8 @@ class Insertion:
     every: int | None = None  # number of steps between measurements; None for what acts in each step
     records: tuple[str, ...] = ()  # names that are reserved in a step that leaves it out; those of statistics go first
     rule: str = ""  # pattern of the rule that answered with it; of another callback its name
+    numbers: Mapping[str, float] = field(default_factory=dict)  # settings of the action that may be tensors
+    is_by_site: bool = False  # the action had other settings at other sites
     key: Hashable = None  # equal for insertions of the same nodes
 
     def __post_init__(self) -> None:
@@ -210,6 +215,18 @@ class Insertion:
     def group(self) -> Hashable | None:
         """Key of the group that it acts on as a whole; None for single sites."""
         return (type(self.action), self.effect.group) if isinstance(self.effect, GroupEffect) else None
+
+    @property
+    def form(self) -> Hashable:
+        """The key, without the values of the numbers."""
+        if not self.numbers:
+            return self.key
+        others = (f.name for f in fields(self.action) if f.name not in self.numbers)
+        return (
+            type(self.action),
+            *self.numbers,
+            *((name, _setting_key(getattr(self.action, name))) for name in others),
+        )
 
     def omitted(self) -> Insertion:
         """Return the insertion of a step that leaves it out."""
@@ -236,13 +253,54 @@ class Action(Protocol):
 
 
 def action_key(action: Any) -> Hashable:
-    """Return a key of the nodes that an action inserts; tensors count by identity."""
-    if not is_dataclass(action) or not isinstance(action, Action):
+    """Return a key of the nodes that an action inserts; tensors count by identity.
+
+    Callables that are made anew at each answer are equal if they hold equal values.
+    """
+    if is_dataclass(action) and isinstance(action, Action):
+        return (type(action), *(_setting_key(getattr(action, f.name)) for f in fields(action)))
+    if isinstance(action, FunctionType):
+        held = [_contents(cell) for cell in action.__closure__ or ()]
+        held += [*(action.__defaults__ or ()), *sorted((action.__kwdefaults__ or {}).items()), *vars(action).items()]
+        return action.__code__, id(action.__globals__), tuple(map(_value_key, held))
+    if type(action) is functools.partial:
+        return action_key(action.func), tuple(map(_value_key, (*action.args, *sorted(action.keywords.items()))))
+    if isinstance(action, MethodType):
+        return action_key(action.__func__), _value_key(action.__self__)
+    if isinstance(action, Action | nn.Module) or not _has_all_in_dict(type(action)):
         return id(action)
-    return (type(action), *(_setting_key(getattr(action, f.name)) for f in fields(action)))
+    return type(action), tuple((name, _value_key(value)) for name, value in sorted(vars(action).items()))
+
+
+def _has_all_in_dict(kind: type) -> bool:
+    """Whether ``vars`` shows all that an object of a class holds: no slots, no base like ``float`` or ``list``."""
+    *bases, last = kind.__mro__
+    return last is object and all(base.__flags__ & _HEAP_TYPE and "__slots__" not in vars(base) for base in bases)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return None
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, tuple):
+        return tuple(map(_value_key, value))
+    return repr(value) if isinstance(value, (int, float, str, bool, type(None))) else id(value)
 
 
 def _setting_key(value: Any) -> Hashable:
-    if isinstance(value, Schedule):
-        return value
-    return (id(value), "tensor") if isinstance(value, Tensor) else repr(value)
+    match value:
+        case Schedule():
+            return value
+        case Tensor():
+            return id(value), "tensor"
+        case Mapping():
+            return tuple((repr(name), _setting_key(one)) for name, one in value.items())
+        case tuple() | list():
+            return tuple(map(_setting_key, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return (type(value), *(_setting_key(getattr(value, f.name)) for f in fields(value)))
+    return action_key(value) if callable(value) else repr(value)

@@ -84,8 +84,9 @@ class Recording:
     def close(self) -> None:
         """Report the new values of states, as the last outputs."""
         if self.states is not None:
+            carried = self.states.carried
             for key, (state, value) in self.states.updates.items():
-                self.reports.append(StateUpdate(key, state, self.output(value)))
+                self.reports.append(StateUpdate(key, state, self.output(value), key in carried))
 
 
 _recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", default=None)

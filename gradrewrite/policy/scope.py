@@ -139,12 +139,6 @@ REFUSALS = (
         "inside-a-loop",
     ),
     Limit(
-        lambda insertion, at: at.is_in_loop and at.has_states,
-        "{at.site}: {action} keeps a state for each iteration, and the length of this loop is a symbol. Let the "
-        "function close over its gr.State directly, or transform the model with dynamic=False",
-        "inside-a-loop",
-    ),
-    Limit(
         lambda insertion, at: needs_examples(insertion) and at.tensor_type == "DTensor",
         "{at.site}: {action} needs a plain gradient, and this one is a DTensor",
         "per-example",

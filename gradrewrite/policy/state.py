@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,8 +39,12 @@ class State:
         name: How it is named in ``gr.state_dict``, behind the site: ``gradient:fc.weight/<name>``; states without a
             name are numbered in the order in which they are first used at a site. A second state of one name at a
             site is named ``<name>.2``.
+        over: ``"iterations"`` makes one state of all calls of a site's name, or all iterations of a loop: what the
+            function sets in one of them the next one reads, in the order of the backward, the latest call first. So the
+            first one in a backward reads what the last one of the backward before has set.
 
     Raises:
+        ValueError: ``over`` is something else.
         TypeError: ``shape`` has something that is no whole number, or ``init`` is no number.
         CallbackError: (from the function) It is written in place.
 
@@ -59,7 +63,13 @@ class State:
     """
 
     def __init__(
-        self, shape: tuple[int, ...] = (), init: float = 0.0, dtype: torch.dtype = torch.float32, *, name: str = ""
+        self,
+        shape: tuple[int, ...] = (),
+        init: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        *,
+        name: str = "",
+        over: Literal["iterations"] | None = None,
     ) -> None:
         init, shape = python_number(init), python_number(shape)
         shape = shape if isinstance(shape, int) else tuple(map(python_number, shape))
@@ -67,7 +77,9 @@ class State:
             raise TypeError(f"gr.State: shape is a tuple of whole numbers, got {shape!r}")
         if not isinstance(init, int | float):
             raise TypeError(f"gr.State: init is a number, got {init!r}")
-        self._kind = StateKind(torch.Size(shape), init, dtype, name)
+        if over not in (None, "iterations"):
+            raise ValueError(f"gr.State: over is 'iterations' or None, got {over!r}")
+        self._kind = StateKind(torch.Size(shape), init, dtype, name, over is not None)
         self._own: Tensor | None = None
 
     @property
@@ -135,6 +147,7 @@ class State:
         """As the call that makes it."""
         kind = self._kind
         name = f", name={kind.name!r}" if kind.name else ""
+        name += ", over='iterations'" if kind.is_carried else ""
         return f"State({tuple(kind.shape)}, {kind.init!r}, {kind.dtype}{name})"
 
 

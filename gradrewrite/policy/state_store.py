@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from gradrewrite.numerics.noise import NoiseSource
 from gradrewrite.policy.schedules import Schedule
 
 _VERSION = 1
+_CALL = re.compile(r"#\d+")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,18 +32,26 @@ class StateKind:
     init: float  # of every element at first
     dtype: torch.dtype
     name: str  # empty if it is numbered
+    is_carried: bool = False  # from call to call; the calls of a site share one
 
     def make(self, device: torch.device | None = None) -> Tensor:
         """Return the first value."""
         return torch.full(self.shape, self.init, dtype=self.dtype, device=device)
 
 
-class StateScope:
-    """The states of the actions at one site, or of one group, while they are traced."""
+CarriedKeys: TypeAlias = dict[str, dict[StateKind, str]]
 
-    def __init__(self, store: StateStore, where: str) -> None:
+
+class StateScope:
+    """The states of the actions at one site, or of one group, while they are traced.
+
+    ``carried`` has the keys of those that are carried from call to call, by the site without the number of a call.
+    """
+
+    def __init__(self, store: StateStore, where: str, carried: CarriedKeys | None = None) -> None:
         self.store = store
         self._where = where
+        self._carried = {} if carried is None else carried
         self._keys: dict[StateKind, str] = {}  # which also keeps them alive, so that none takes another's identity
         self.updates: dict[str, tuple[Tensor, Tensor]] = {}  # by the traced action: tensors and new values, by key
         self.is_used = False
@@ -70,10 +80,15 @@ class StateScope:
         """Keys of the states that actions have used here."""
         return tuple(self._keys.values())
 
+    @property
+    def carried(self) -> dict[str, Tensor]:
+        """Those of them that are carried from call to call, by key."""
+        return {key: self.store.held(key) for state, key in self._keys.items() if state.is_carried}
+
     def check(self) -> None:
         """Raise PolicyError for a state that is only read here, and set elsewhere: these are two."""
         for state in self._keys:
-            self.store.note_use(state, self._where, is_written=state in self._written)
+            self.store.note_use(state, self._base(state), is_written=state in self._written)
 
     def noise_source(self, name: str, own: NoiseSource) -> NoiseSource:
         """Return the source that an action draws from here: the first one of this name, or its own."""
@@ -84,13 +99,18 @@ class StateScope:
         write_states([target for target, _ in self.updates.values()], [value for _, value in self.updates.values()])
 
     def _key(self, state: StateKind) -> str:
-        if state not in self._keys:
+        where = self._base(state)
+        known = self._carried.setdefault(where, {}) if state.is_carried else self._keys
+        if state not in known:
             names = itertools.chain([state.name], (f"{state.name}.{n}" for n in itertools.count(2)))
             if not state.name:
-                names = itertools.chain(map(str, itertools.count(sum(not known.name for known in self._keys))))
-            taken = set(self._keys.values())
-            self._keys[state] = next(key for name in names if (key := f"{self._where}/{name}") not in taken)
-        return self._keys[state]
+                names = itertools.chain(map(str, itertools.count(sum(not one.name for one in known))))
+            taken = {*self._keys.values(), *self._carried.get(where, {}).values()}
+            known[state] = next(key for name in names if (key := f"{where}/{name}") not in taken)
+        return self._keys.setdefault(state, known[state])
+
+    def _base(self, state: StateKind) -> str:
+        return _CALL.sub("", self._where) if state.is_carried else self._where
 
 
 class StateStore:
@@ -122,9 +142,9 @@ class StateStore:
         """Whether an action has a state, draws noise or follows a schedule."""
         return bool(self._tensors or self._schedules or self._noise)
 
-    def scope(self, where: str) -> StateScope:
-        """Return the states at a site or of a group, for one rewrite."""
-        return StateScope(self, where)
+    def scope(self, where: str, carried: CarriedKeys | None = None) -> StateScope:
+        """Return the states at a site or of a group, for one rewrite; see ``StateScope``."""
+        return StateScope(self, where, carried)
 
     def tensor(self, key: str, state: StateKind, device: torch.device) -> Tensor:
         """Return the tensor of a state, made if it is not there.
@@ -152,8 +172,8 @@ class StateStore:
         """Return the tensor of a state that is there."""
         return self._tensors[key]
 
-    def stack(self, site: str, name: str, calls: range, acting: Collection[int]) -> Tensor:
-        """Return the states of an action in the iterations of a loop as one tensor ``[T, *shape]``.
+    def stack(self, site: str, name: str, calls: range, acting: Collection[int], in_use: int) -> Tensor:
+        """Return the states of an action in the iterations of a loop as one tensor ``[len(calls), *shape]``.
 
         All states of one name at a value share memory, a row for each call of its site; that of the first call with an
         action is there. More calls have new memory, to which all tensors move.
@@ -163,6 +183,7 @@ class StateStore:
             name: What stands behind the site in the key of the state.
             calls: The numbers of the iterations among the calls of the site.
             acting: Those of them with an action; of the others nothing is kept under a key.
+            in_use: The end of the numbers at hand; further ones come into use where they are written or loaded.
         """
         like = self._tensors[_key_of_call(site, name, min(acting))]
         init = self._first[_key_of_call(site, name, min(acting))]
@@ -180,13 +201,47 @@ class StateStore:
                 for part, tensor in stacks.parts.items():
                     tensor.set_(memory[part.start : part.stop])  # type: ignore[call-overload]
             stacks.calls |= set(acting)
-            for number in stacks.calls:
-                key, row = _key_of_call(site, name, number), memory[number]
-                known = self._tensors.get(key)
+            stacks.init, stacks.in_use = init, max(stacks.in_use, in_use)
+            self._use_rows(site, name, stacks, self._loaded)
+            if min(acting) >= stacks.in_use:  # it was made for the trace
+                self._tensors.pop(_key_of_call(site, name, min(acting)), None)
+            return stacks.parts.setdefault(calls, memory[calls.start : calls.stop])
+
+    def _use_rows(self, site: str, name: str, stacks: _Stacks, loaded: Collection[str] = ()) -> None:
+        """Give the rows in use their keys, and those of loaded states."""
+        assert stacks.memory is not None
+        keys = {number: _key_of_call(site, name, number) for number in sorted(stacks.calls)}
+        stacks.in_use = max([stacks.in_use, *(number + 1 for number, key in keys.items() if key in loaded)])
+        for number, key in keys.items():
+            if number < stacks.in_use:
+                row, known = stacks.memory[number], self._tensors.get(key)
                 row.copy_(self._loaded.pop(key, row) if known is None else known)
                 self._tensors[key] = row
-                self._first.setdefault(key, init)
-            return stacks.parts.setdefault(calls, memory[calls.start : calls.stop])
+                self._first.setdefault(key, stacks.init)
+
+    def _use_loaded_rows(self, site: str, name: str, stacks: _Stacks, loaded: Collection[str]) -> None:
+        """Use the rows of loaded states alone, and set the others back to their first values."""
+        keys = {number: _key_of_call(site, name, number) for number in stacks.calls}
+        if any(key in loaded for key in keys.values()):
+            assert stacks.memory is not None
+            for number, key in keys.items():
+                if key not in loaded:
+                    stacks.memory[number].fill_(stacks.init)
+                    self._tensors.pop(key, None)
+            stacks.in_use = 0
+        self._use_rows(site, name, stacks, loaded)
+
+    def write(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Write the results of a backward; a loop may have fewer iterations than there is memory for."""
+        own = zip(targets, values, strict=True)
+        write_states([t if t.shape == v.shape else t.narrow(0, 0, len(v)) for t, v in own], values)
+        for (site, name), stacks in self._stacks.items():
+            for part, tensor in stacks.parts.items():
+                ends = [part.start + len(v) for t, v in zip(targets, values, strict=True) if t is tensor]
+                if ends and ends[0] > stacks.in_use:
+                    stacks.in_use = ends[0]
+                    with torch.no_grad():
+                        self._use_rows(site, name, stacks)
 
     def note_use(self, state: StateKind, where: str, *, is_written: bool) -> None:
         """Note that an action at a site or of a group has a state; see ``StateScope.check``."""
@@ -278,6 +333,7 @@ class StateStore:
         """Warn once, after a whole step, of a loaded state of another policy."""
         # A longer sequence has new states in a loop, and a shorter one does not use all.
         missing, left = self._missing, [key for key in self._loaded if not self._is_of_loop(key)]
+        missing = missing and [key for key in missing if not self._is_of_loop(key)]
         self._missing = None
         if missing is None or not (missing or left):
             return
@@ -329,6 +385,8 @@ class StateStore:
         self._first_step, self._backwards, self._steps = int(state["step"]), 0, dict.fromkeys(self._steps, 0)
         self.current = self.step
         with torch.no_grad():
+            for (site, name), stacks in self._stacks.items():
+                self._use_loaded_rows(site, name, stacks, state["states"])
             for key, tensor in self._tensors.items():
                 if key in state["states"]:
                     tensor.copy_(state["states"][key])
@@ -357,6 +415,8 @@ class _Stacks:
     memory: Tensor | None = None
     parts: dict[range, Tensor] = field(default_factory=dict)  # of the loops
     calls: set[int] = field(default_factory=set)  # with a state
+    init: float = 0.0
+    in_use: int = 0  # the end of the numbers that have run or were loaded; the others have no keys
 
 
 def _key_of_call(site: str, name: str, call: int) -> str:

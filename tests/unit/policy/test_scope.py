@@ -74,12 +74,6 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         "acts inside a loop, and WeighLosses needs the gradient of each loss behind it",
         Context(site("error"), is_in_loop=True),
     ),
-    "states_in_a_loop": (
-        P.ClipByNorm(1.0),
-        Context(site("error"), is_in_loop=True, has_states=True),
-        "keeps a state for each iteration, and the length of this loop is a symbol",
-        Context(site("error"), is_in_loop=True),
-    ),
     "examples_of_dtensor": (
         EXAMPLES,
         Context(site(), tensor_type="DTensor"),
