@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradrewrite._compat.aot_autograd import boxed
@@ -20,7 +21,19 @@ def preserve_donated(compiled: Callable[[list[Any]], Any], donated: Sequence[int
         if keeps_graph():
             for position in donated:
                 if isinstance(args[position], Tensor):
-                    args[position] = args[position].clone()
+                    args[position] = _copied(args[position])
         return compiled(args)
 
     return boxed(run)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Copy a tensor with all of its storage.
+
+    Workspaces of kernels show a part of it; see ``numerics.recurrent_layers``.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes:
+        return tensor.clone()
+    place = storage.clone(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)

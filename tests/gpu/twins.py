@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gradrewrite.ir import editing, loop_code
 from gradrewrite.numerics import measuring
 
 from gpu.log import SimulatedGpu, Upload, caller
@@ -20,7 +22,20 @@ _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)  # the host gets a value
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _UNCOUNTED = ("prim",)  # properties of tensors
-_OPAQUE = dict.fromkeys(measuring.OPAQUE, measuring.pack_eagerly)  # what the opaque operators run
+
+
+def _run_loop(tensors: list[Tensor], key: str) -> list[Tensor]:
+    """Run a loop op by op, with its constants on the CPU."""
+    code = copy.copy(loop_code.code_named(key))
+    code.body, code.compile, code._run = editing.copy_of(code.body), None, None
+    for node in code.body.graph.nodes:
+        node.kwargs = {name: torch.device("cpu") if name == "device" else given for name, given in node.kwargs.items()}
+    code.body.recompile()
+    return code.run(*code.split(tensors))
+
+
+# What the opaque operators run.
+_OPAQUE = {**dict.fromkeys(measuring.OPAQUE, measuring.pack_eagerly), loop_code.OP_LOOP: _run_loop}
 
 
 class Watch(TorchDispatchMode):
@@ -124,6 +139,8 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in _READS:
+            self._log.wait(f"{func} in {self._name}")
         if not is_view(func):
             self._log.operations[f"{self._name}: {func}"] += 1
         return func(*args, **(kwargs or {}))
