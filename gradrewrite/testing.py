@@ -55,7 +55,7 @@ from gradrewrite.policy.insertions import (
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order, rules_at
 from gradrewrite.policy.scope import needs_examples, needs_losses
-from gradrewrite.policy.state_store import StateStore
+from gradrewrite.policy.state_store import CarriedKeys, StateStore
 from gradrewrite.rewriting.record_nodes import RecordNumbering
 from gradrewrite.sites import AT_GUARD, Kind, Site
 
@@ -558,8 +558,10 @@ class _Hooked:
         self._groups: list[_Member] = []
         self._handles: list[Any] = []
         self._states = states
+        self._carried: CarriedKeys = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._carried = {}
         observer = _Observer(self._model, self._policy)
         with observer.watching():
             out = self._model(*args, **kwargs)
@@ -589,7 +591,7 @@ class _Hooked:
         def act(g: Tensor) -> Tensor:
             self.acted[str(site)] = None
             result = g
-            states = self._states.scope(str(site))
+            states = self._states.scope(str(site), self._carried)
             for insertion in found:
                 with recording(g.device, states=states) as reported:
                     states.begin()

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.ir.loop_code import OP_LOOP, code_of
 from gradrewrite.ir.provenance import Lane, Origin
 from gradrewrite.sites import Site
 
@@ -23,6 +22,8 @@ _RESHAPES = frozenset(
     "_unsafe_view alias as_strided chunk clone detach expand permute reshape select slice split split_with_sizes "
     "squeeze t transpose unbind unsqueeze view".split()
 )
+
+_LOOP = "gradrewrite.loop.default"  # the operator, whose module imports the compiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def read_graph(graph: JointGraph) -> GraphView:
     for node in graph.graph_module.graph.nodes:
         if node.op == "output":
             continue
-        if node.target is OP_LOOP:
+        if str(node.target) == _LOOP:
             inside, edges_inside = _body(node, graph, marks)
             nodes |= inside
             edges += edges_inside
@@ -203,7 +204,7 @@ def _body(
 ) -> tuple[dict[str, Node], list[tuple[str, str]]]:
     """Return the nodes in the body of a loop, and the edges to them and to the node that runs it."""
     given: list[fx.Node] = call.args[0]  # type: ignore[assignment]
-    body = code_of(call).body.graph
+    body = call.meta["loop"].body.graph
     names = {node: f"{call.name}.{node.name}" for node in body.nodes}
     names |= {node: read.name for node, read in zip(body.find_nodes(op="placeholder"), given, strict=True)}
     nodes: dict[str, Node] = {}
@@ -224,7 +225,7 @@ def _node(node: fx.Node, name: str, graph: JointGraph, mark: Mark, edit: int, ca
     role: Role = "op" if node.op == "call_function" else ("placeholder" if node.op == "placeholder" else "constant")
     origins, unknown = graph.provenance.origins, Origin("backward", -1, op="unknown")
     origin = origins.get(name, unknown if call is None else origins.get(call.name, unknown))
-    is_loop = node.target is OP_LOOP
+    is_loop = str(node.target) == _LOOP
     return Node(
         name=name,
         role=role,
@@ -241,7 +242,7 @@ def _node(node: fx.Node, name: str, graph: JointGraph, mark: Mark, edit: int, ca
         shape=shape,
         dtype=dtype,
         turns=_turns(node) if is_loop else 0,
-        num_carried=code_of(node).num_carries if is_loop else 0,
+        num_carried=node.meta["loop"].num_carries if is_loop else 0,
         reshapes=is_reshape,
     )
 
@@ -249,7 +250,7 @@ def _node(node: fx.Node, name: str, graph: JointGraph, mark: Mark, edit: int, ca
 def _turns(call: fx.Node) -> int:
     """Return the number of iterations of a loop, of a symbolic one that of its first inputs."""
     given: list[fx.Node] = call.args[0]  # type: ignore[assignment]
-    return fake_tensors.hint_of(given[code_of(call).num_carries].meta["val"].shape[0])
+    return fake_tensors.hint_of(given[call.meta["loop"].num_carries].meta["val"].shape[0])
 
 
 def _describe_value(value: Any) -> tuple[str, str]:

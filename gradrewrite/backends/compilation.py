@@ -48,10 +48,11 @@ from gradrewrite.policy.rules import Answered, answers_alike, ask_in_order
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.comparison import rewrite_and_compare
-from gradrewrite.rewriting.function_values import FunctionValues, keeps_state
-from gradrewrite.rewriting.inserters.loops import has_equal_answers, is_acting, run_loops_in, sites_in
+from gradrewrite.rewriting.function_values import FunctionValues
+from gradrewrite.rewriting.inserters.loops import run_loops_in
 from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.rewriting.joint import rewrite_joint_graph
+from gradrewrite.rewriting.loop_answers import answer_form, is_acting, sites_in
 from gradrewrite.rewriting.result import RewriteResult
 from gradrewrite.sites import Site
 
@@ -238,24 +239,41 @@ class GraphCompilation:
         self._fix_lengths()
         number_loops(self.loops, 0 if region is None else region.number, self.calls_before)
         for one in recurrent:
-            answers = {site: ask_in_order(session.config.policy, site) for loop in one.loops for site in sites_in(loop)}
-            self.asked |= answers
-            if any(is_acting(own, self.measured) for own in answers.values()):
-                actions = {id(found.action): found.action for own in answers.values() for found in own}
-                keeps_states = any(map(keeps_state, actions.values()))
+            for loop in one.loops:
+                self._ask_inside(loop)
+            sites = [site for loop in one.loops for site in sites_in(loop)]
+            if any(is_acting(self.asked[site], self.measured) for site in sites):
                 for loop in one.loops:
                     loop.is_marked = True
-                    if keeps_states or not has_equal_answers(loop, answers):  # states, or bounds, by iteration
-                        loop.length = int(loop.length)
             one.replace()
 
+    def _ask_inside(self, loop: Loop) -> None:
+        """Ask the policy at the sites of a loop, and beyond its length as long as answers have known forms."""
+        policy = self.session.config.policy
+        answers = {site: ask_in_order(policy, site) for site in sites_in(loop)}
+        self.asked |= answers
+        is_by_site = any(found.insertion.is_by_site for own in answers.values() for found in own)
+        if not is_by_site and all(answers_alike(policy, f"{loop.name}/{value}") for value in loop.values):
+            return
+        forms = {(site.kind, site.name, answer_form(own)) for site, own in answers.items()}
+        length, most = fake_tensors.hint_of(loop.length), loop.length_ahead()
+        for number in range(length, most):
+            try:
+                answers = {site: ask_in_order(policy, site) for site in sites_in(loop, number, number + 1)}
+            except PolicyError:  # raised again where a sequence is that long
+                answers = {}
+            if not answers or any((s.kind, s.name, answer_form(own)) not in forms for s, own in answers.items()):
+                most = number
+                break
+            self.asked |= answers
+        loop.limit(most)
+
     def _fix_lengths(self) -> None:
-        """Fix the lengths of loops with length-dependent answers or numbers."""
+        """Fix the lengths of loops with length-dependent numbers."""
         times = Counter(loop.name for loop in self.loops)
-        policy, is_alone = self.session.config.policy, self.region is None and not self.calls_before
+        is_alone = self.region is None and not self.calls_before
         for loop in self.loops:
-            are_alike = all(answers_alike(policy, f"{loop.name}/{value}") for value in loop.values)
-            if not (are_alike and is_alone and times[loop.name] == 1):
+            if not (is_alone and times[loop.name] == 1):
                 loop.length = int(loop.length)  # a guard, where it is a symbol
 
     def rewrite(self, graph: fx.Graph) -> None:

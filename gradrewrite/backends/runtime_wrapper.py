@@ -20,7 +20,6 @@ from gradrewrite.errors import CallbackError, PolicyError, TraceError
 from gradrewrite.ir.edits import Edit
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warning_of_bounds, warnings_in_parts
-from gradrewrite.policy.state_store import write_states
 from gradrewrite.rewriting.function_values import FunctionValues
 
 _BATCHED = (
@@ -104,7 +103,7 @@ class RewrittenBackward:
         update = session.config.states.current
         again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due, update)
         if outputs.states:
-            write_states([tensor for _, tensor in outputs.states], states)
+            session.config.states.write([tensor for _, tensor in outputs.states], states)
         if again and (self.is_whole or "part" not in session.warnings):
             self._warn_in_parts("again", again, outputs.noisy)
         use.accumulation.note_at_end()

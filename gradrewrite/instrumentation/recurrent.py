@@ -16,6 +16,7 @@ from gradrewrite.instrumentation.loops import run_loop
 from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir.marked_loops import Loop, find_loop
 from gradrewrite.ir.values import ModuleCall, Value
+from gradrewrite.numerics.cudnn_layers import cudnn_layers, has_cudnn
 from gradrewrite.numerics.recurrent_layers import OP_RECURRENT, fused_lstm, has_fused_lstm
 
 
@@ -154,6 +155,8 @@ def _run(op: Any, loops: Bodies, dtype: torch.dtype, args: Sequence[Any]) -> tup
     with torch.autocast(args[0].device.type, enabled=False):
         call = RecurrentCall.of(op, [_converted(a, dtype) for a in args])
         assert call is not None
+        if has_cudnn(call.x) and not any(find_loop(key).is_marked for _, key in loops):
+            return _run_by_cudnn(call)
         x = call.x.transpose(0, 1) if call.batch_first else call.x
         states, last = [s.unbind(0) for s in call.states], []
         for layer in range(call.num_layers):
@@ -168,6 +171,24 @@ def _run(op: Any, loops: Bodies, dtype: torch.dtype, args: Sequence[Any]) -> tup
             x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
         finals = [torch.stack(own) for own in zip(*last, strict=True)]
         return (x.transpose(0, 1) if call.batch_first else x), *finals
+
+
+def _run_by_cudnn(call: RecurrentCall) -> tuple[Tensor, ...]:
+    """Compute all layers by one operator, or by one each where there is dropout between them."""
+    x, last = call.x.transpose(0, 1) if call.batch_first else call.x, []
+    train = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *call.states, *call.parameters))
+    number = 1 if call.dropout and call.train else call.num_layers
+    for first in range(0, call.num_layers, number):
+        if first:
+            x = F.dropout(x, call.dropout, call.train)
+        rows = range(first * call.num_directions, (first + number) * call.num_directions)
+        states = [own[rows.start : rows.stop] for own in call.states]
+        parameters = [p for row in rows for p in call.parameters_of(row)]
+        given = call.op.__name__, x, states, parameters, number
+        x, *results = cudnn_layers(*given, bidirectional=call.bidirectional, train=train)
+        last.append(results)
+    finals = [torch.cat(own) for own in zip(*last, strict=True)]
+    return (x.transpose(0, 1) if call.batch_first else x), *finals
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:

@@ -414,12 +414,19 @@ def live_tensors(graph: fx.Graph) -> dict[str, Tensor]:
     return {name: getattr(owner, name) for name in sorted(names)}
 
 
-def read_instead_of_live(graph: fx.Graph, tensor: Tensor, node: fx.Node) -> None:
-    """Let the readers of a live tensor read a node."""
+def read_instead_of_live(
+    graph: fx.Graph, tensor: Tensor, node: fx.Node, readers: Collection[fx.Node] | None = None
+) -> None:
+    """Let the readers of a live tensor, or these of them, read a node."""
     names = {name for name, live in live_tensors(graph).items() if live is tensor}
-    for read in graph.find_nodes(op="get_attr"):
-        if str(read.target) in names:
+    for read in [n for n in graph.find_nodes(op="get_attr") if str(n.target) in names]:
+        if readers is None:
             skip(read, node)
+            continue
+        for user in [user for user in read.users if user in readers]:
+            user.replace_input_with(read, node)
+        if not read.users:
+            erase(read)
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:

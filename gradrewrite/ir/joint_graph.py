@@ -11,7 +11,6 @@ from torch import fx
 
 from gradrewrite._utils.formatting import plain_table
 from gradrewrite.ir.edits import Edit, told_once
-from gradrewrite.ir.loop_code import OP_LOOP, code_of
 from gradrewrite.ir.provenance import Provenance
 from gradrewrite.sites import Site
 
@@ -61,6 +60,8 @@ class JointGraph:
         marks = {name: f"loss {origin.loss}" for name, origin in origins if origin.loss is not None}
         marks |= {name: f"{edit.text} at {edit.site}" for edit in self.edits for name in edit.nodes}
         marks |= dict.fromkeys(self.record_nodes, "records")
+        from gradrewrite.ir.loop_code import OP_LOOP, code_of  # it imports the compiler, which pictures do without
+
         lines = _code_of(self.graph_module, marks)
         for node in self.graph_module.graph.find_nodes(op="call_function", target=OP_LOOP):
             body = _code_of(code_of(node).body, marks, f"{node.name}.")

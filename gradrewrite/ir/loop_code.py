@@ -144,17 +144,22 @@ def code_for(code: LoopCode) -> LoopCode:
     return _codes.setdefault(code.key, code)
 
 
+def code_named(key: str) -> LoopCode:
+    """Return the code with a key."""
+    return _codes[key]
+
+
 LIBRARY.define("loop(Tensor[] tensors, str key) -> Tensor[]")
 
 
 def _loop(tensors: list[Tensor], key: str) -> list[Tensor]:
-    code = _codes[key]
+    code = code_named(key)
     with torch.no_grad():
         return code.run(*code.split(tensors))
 
 
 def _fake_loop(tensors: list[Tensor], key: str) -> list[Tensor]:
-    code = _codes[key]
+    code = code_named(key)
     carries, inputs, invariants = code.split(tensors)
     results, length = code.results(carries, inputs, invariants), inputs[0].shape[0]
     made = [
@@ -172,7 +177,7 @@ OP_LOOP = torch.ops.gradrewrite.loop.default
 
 def code_of(node: fx.Node) -> LoopCode:
     """Return the code of a node that calls the operator ``loop``."""
-    return _codes[str(node.args[1])]
+    return code_named(str(node.args[1]))
 
 
 def hold_code(node: fx.Node) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gradrewrite._compat import fake_tensors
 from gradrewrite.ir.values import Value, shape_of
 from gradrewrite.numerics.library import LIBRARY
 from gradrewrite.sites import Kind, Site
 
+LEAST_AHEAD = 256  # iterations
 _numbers = itertools.count()
 _loops: weakref.WeakValueDictionary[str, Loop] = weakref.WeakValueDictionary()  # by key
 
@@ -39,6 +41,7 @@ class Loop:
     is_marked: bool = False  # something is inserted inside
     numbers: dict[str, int] = field(default_factory=dict)  # of the markers of these values; empty where it has none
     first_call: int = 0  # number of iterations before it, of loops of this name
+    most: int | None = None  # the largest length that its code is for; None for every length
     _sites: dict[tuple[str, Kind, int], Site] = field(default_factory=dict)
     key: str = field(default_factory=lambda: f"loop_{next(_numbers)}")
 
@@ -73,6 +76,26 @@ class Loop:
             addresses=((f"{self.name}/{name}", call),),
             iteration=iteration,
         )
+
+    @property
+    def num_answered(self) -> int:
+        """Number of iterations with answers in the code: the length at hand, or the limit."""
+        return fake_tensors.hint_of(self.length) if self.most is None else self.most
+
+    def limit(self, most: int | None = None) -> int:
+        """Limit the length that the code is for; return the limit.
+
+        torch compiles a longer loop anew. Without a number it is the limit that there is, else ``length_ahead``.
+        """
+        if self.most is None or (most is not None and most < self.most):
+            self.most = self.length_ahead() if most is None else most
+            torch._check(self.length <= self.most)  # a guard, where the length is a symbol
+        return self.most
+
+    def length_ahead(self) -> int:
+        """Return the length to ask ahead for; a length that is a number is that one."""
+        hint = fake_tensors.hint_of(self.length)
+        return hint if isinstance(self.length, int) else max(LEAST_AHEAD, 4 * hint)
 
     def order(self, length: int) -> Iterator[int]:
         """Positions in the stacks, in the order of execution."""

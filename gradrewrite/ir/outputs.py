@@ -18,6 +18,7 @@ from gradrewrite.sites import Site
 
 Owner: TypeAlias = Site | str  # a site, or the text of what is none: ``group:default``, ``data:x``
 PlacedReport: TypeAlias = Figures[RecordKey] | Kept
+Bound: TypeAlias = float | Tensor | Mapping[int, float]  # or by the iterations of a loop
 Stack: TypeAlias = tuple[tuple[str, ...], ...]  # addresses of the records of a loop, by record and iteration
 _Placed = TypeVar("_Placed", bound=PlacedReport, covariant=True)
 
@@ -95,7 +96,7 @@ class Placed(Generic[_Placed]):
     rule: str = ""  # pattern of the rule that answered with it; of another callback its name
     every: int | None = None  # the number of steps from one measurement to the next, if they are counted
     factor: RecordKey | None = None  # of a clip; the host computes it
-    bounds: tuple[tuple[RecordKey, float | Tensor], ...] = ()  # those that the host has; see ``BackwardOutputs.bounds``
+    bounds: tuple[tuple[RecordKey, Bound], ...] = ()  # those that the host has; see ``BackwardOutputs.bounds``
     tensor: MeasuredTensor | None = None
     seen: Anchor | None = None  # of a check: the node that it looks at
     iterations: Iterations | None = None  # in which it reports; the site and the keys are those of the first one
@@ -149,7 +150,8 @@ class Placed(Generic[_Placed]):
         site = self.site.at_iteration(number)
         before, after = with_label(str(self.site), label), with_label(str(site), label)
         placed = self.map(site, lambda key: replace(key, site=after) if key.site == before else key)
-        return replace(placed, iterations=None)
+        bounds = tuple((key, bound[number] if isinstance(bound, Mapping) else bound) for key, bound in placed.bounds)
+        return replace(placed, iterations=None, bounds=bounds)
 
 
 PlacedCheck: TypeAlias = Placed[Check[RecordKey]]
@@ -240,7 +242,8 @@ class BackwardOutputs:
 
         ``bound@site`` by norm, ``limit@site`` by value, which counts by its size.
         """
-        return tuple(bound for p in self.placed for bound in p.bounds)
+        found = [(key, bound) for p in self.placed for key, bound in p.bounds]
+        return tuple((key, bound) for key, bound in found if not isinstance(bound, Mapping))
 
     @cached_property
     def measured(self) -> Mapping[RecordKey, MeasuredTensor]:

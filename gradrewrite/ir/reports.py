@@ -181,6 +181,7 @@ class StateUpdate:
     key: str
     state: Tensor  # written after the graph
     number: int  # position of the output with the new value
+    is_carried: bool = False  # other actions may set it, at other calls
 
 
 Clip: TypeAlias = NormClip[T] | ValueClip[T]

@@ -366,6 +366,7 @@ class _Builder:
     def finish(self, sites: Sequence[Site], is_divided: bool, takes_scale: bool) -> StepRewrite:
         """Add the auxiliary outputs."""
         canvas, graph = self.canvas, self.graph
+        canvas.check_states()
         canvas.packing.follow(canvas.current, graph)
         totals = [node for node, _ in self.totals.values()]
         added = [*self.factors, *totals, *([] if self.votes is None else [self.votes])]

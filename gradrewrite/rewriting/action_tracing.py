@@ -36,10 +36,8 @@ class TracedAction:
 
     @classmethod
     def of(cls, graph: fx.GraphModule, reported: Recording) -> TracedAction:
-        """Put a graph together with the reports of its trace; PolicyError for a state that is set elsewhere alone."""
+        """Put a graph together with the reports of its trace."""
         has_states = reported.states is not None and reported.states.is_used
-        if reported.states is not None:
-            reported.states.check()
         return cls(graph, tuple(reported.reports), bool(graph.graph.find_nodes(op="get_attr")), has_states)
 
 

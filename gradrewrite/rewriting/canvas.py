@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -11,10 +11,12 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.reports import StateUpdate
 from gradrewrite.ir.values import shape_of
 from gradrewrite.policy.insertions import Insertion, MeasureTensor
-from gradrewrite.policy.state_store import StateScope, StateStore
+from gradrewrite.policy.state_store import CarriedKeys, StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode
+from gradrewrite.rewriting.carried_states import CarriedStates
 from gradrewrite.rewriting.example_gradients import ExampleGradients, drop_replaced
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.insertion_points import InsertionPoint
@@ -40,14 +42,15 @@ class Canvas:
         marked: MarkedJointGraph | None = None,
         label: str = "",
         *,
-        is_body: bool = False,
+        outer: Canvas | None = None,
     ) -> None:
         self.graph = graph
-        self._is_body = is_body  # of a loop: an operation of our own would run in each iteration
+        self._is_body = outer is not None  # of a loop: an operation of our own would run in each iteration
         self.forward = ForwardValues(graph)
         self.packing = RecordPacking(label)
         self.tracer = ActionTracer()
         self.edits: list[Edit] = []
+        self.carried = CarriedStates()
         self.is_whole = marked is None or marked.is_whole
         self.num_measured = 0  # errors and activations
         self.changed: set[fx.Node] = set()  # markers of errors that actions change
@@ -58,6 +61,7 @@ class Canvas:
         self._scale = scale
         self._states = states
         self._scopes: dict[str, StateScope] = {}
+        self._carried_keys: CarriedKeys = {} if outer is None else outer._carried_keys
         self._replaced: dict[fx.Node, fx.Node] = {}  # what is read instead of a marker since
 
     def current(self, node: fx.Node) -> fx.Node:
@@ -93,6 +97,12 @@ class Canvas:
         """List an edit."""
         self.edits.append(Edit(site, insertion.action, nodes, keys, insertion))
 
+    def note_states(self, mode: TraceMode, traced: TracedAction, nodes: Sequence[fx.Node], new: list[fx.Node]) -> None:
+        """Note reads and new values of carried states in an action."""
+        if mode.states is not None and mode.states.carried:
+            updates = {r.key: nodes[r.number] for r in traced.reports if isinstance(r, StateUpdate)}
+            self.carried.note(mode.states.carried, new, updates)
+
     def take_new(self) -> list[fx.Node]:
         """Return the nodes with figures of single examples and losses that were inserted since the last call."""
         sources = (self.examples, self.losses)
@@ -122,7 +132,12 @@ class Canvas:
         """Return the states of the actions at a site, or of a group."""
         if self._states is None:
             return None
-        return self._scopes.setdefault(where, self._states.scope(where))
+        return self._scopes.setdefault(where, self._states.scope(where, self._carried_keys))
+
+    def check_states(self) -> None:
+        """Raise PolicyError for a state that the actions of a site only read, and those of another one set."""
+        for scope in self._scopes.values():
+            scope.check()
 
     def mode(self, site: Site, where: str = "") -> TraceMode:
         """Return the trace mode at a site, or of a group.

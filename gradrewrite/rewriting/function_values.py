@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from gradrewrite._compat.make_fx import is_traced
 from gradrewrite.policy.actions import is_action
-from gradrewrite.policy.state import State
 
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _ABSENT = object()
@@ -95,10 +94,6 @@ class FunctionValues:
             self._read()  # another container of equal values, which may change from now on
         return None
 
-    def has(self, kind: type) -> bool:
-        """Return whether one of them is of a type."""
-        return any(isinstance(value, kind) for *_, value, _ in self._reads)
-
     def leaked_since(self, before: FunctionValues) -> str | None:
         """Return the name of the first traced tensor that was not there before; None without one."""
         known = {id(tensor) for *_, value, _ in before._reads for tensor in _traced_in(value)}
@@ -108,11 +103,6 @@ class FunctionValues:
     def __len__(self) -> int:
         """The number of values."""
         return len(self._reads)
-
-
-def keeps_state(answer: Any) -> bool:
-    """Return whether a function of the user in an action closes over a ``gr.State``."""
-    return FunctionValues(functions_in(answer)).has(State)
 
 
 def functions_in(answer: Any) -> list[Any]:

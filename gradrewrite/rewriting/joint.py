@@ -173,6 +173,8 @@ def _insert_groups(rewrite: _Rewrite) -> None:
             insert_group(canvas, group)
     if canvas.examples is not None:
         canvas.examples.add_up_terms()
+    canvas.check_states()
+    canvas.packing.states |= canvas.carried.chain(canvas.graph, canvas.current)
     canvas.packing.follow(canvas.current, canvas.graph)
 
 

@@ -36,7 +36,10 @@ class JointBody:
     wanted: list[int]  # positions of the inputs whose gradients are asked for
     num_forward: int = 0  # further outputs of the forward, behind the results
     live: list[Tensor] = field(default_factory=list)  # further invariants
-    states: list[Tensor] = field(default_factory=list)  # ``[T, *shape]``; inputs of the backward behind the gradients
+    # States and settings ``[T, *shape]``; inputs of the backward behind the gradients. They may have more rows.
+    tables: list[Tensor] = field(default_factory=list)
+    # States that are carried from iteration to iteration of the backward: further carries, and its last results.
+    carried: list[Tensor] = field(default_factory=list)
 
     @property
     def graph(self) -> fx.Graph:
@@ -50,14 +53,20 @@ class JointBody:
 
     @property
     def num_given(self) -> int:
-        """Number of inputs of the backward alone: gradients, and states."""
-        return len(self.floating) + len(self.states)
+        """Number of inputs of the backward alone: gradients, rows of tables, and carried states."""
+        return len(self.floating) + len(self.tables) + len(self.carried)
 
-    def add_states(self, states: Tensor, value: Tensor) -> fx.Node:
-        """Add states as an input of the backward; return the node of that of an iteration."""
-        self.states.append(states)
+    def add_table(self, rows: Tensor, value: Tensor) -> fx.Node:
+        """Add a table as an input of the backward; return the node of the row of an iteration."""
+        self.tables.append(rows)
+        last = self.graph.find_nodes(op="placeholder")[-1 - len(self.carried)]
+        return editing.input_behind(last, f"tangents_row_{len(self.tables)}", value)
+
+    def add_carried(self, state: Tensor, value: Tensor) -> fx.Node:
+        """Add a state as a carry of the backward; return the node of its value before an iteration."""
+        self.carried.append(state)
         last = self.graph.find_nodes(op="placeholder")[-1]
-        return editing.input_behind(last, f"tangents_state_{len(self.states)}", value)
+        return editing.input_behind(last, f"tangents_carried_{len(self.carried)}", value)
 
     def iteration(self) -> fx.Node:
         """Return the number of the iteration, int64, 0-d; made when it is first asked for."""
@@ -282,11 +291,14 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
     placeholders, outputs = graph.find_nodes(op="placeholder"), editing.outputs_of(graph.output_node())
     num_saved = len(placeholders) - body.num_given
     saved, tangents = placeholders[:num_saved], placeholders[num_saved:]
-    num_carries = sum(n < loop.num_carries for n in body.wanted)
+    num_carries, num_states = sum(n < loop.num_carries for n in body.wanted), len(body.carried)
     of_inputs = sum(loop.num_carries <= n < loop.num_carries + loop.num_inputs for n in body.wanted)
-    gradients, further = outputs[: len(body.wanted)], outputs[len(body.wanted) :]
+    gradients, further = outputs[: len(body.wanted)], outputs[len(body.wanted) : len(outputs) - num_states]
+    states = outputs[len(outputs) - num_states :]
+    tangents = [*tangents[:num_carries], *tangents[len(tangents) - num_states :], *tangents[num_carries:]]
+    tangents = tangents[: len(tangents) - num_states]
     inside, of_invariants = gradients[: num_carries + of_inputs], gradients[num_carries + of_inputs :]
-    kept = _needed_for([*inside, *further])
+    kept = _needed_for([*inside, *further, *states])
     tail = [node for node in graph.nodes if node.op == "call_function" and node not in kept]
     read = [n for node in tail for n in node.all_input_nodes if n not in set(tail)]
     read = list(dict.fromkeys([*read, *(node for node in of_invariants if node not in set(tail))]))
@@ -306,14 +318,14 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
         if node.op == "call_function" and node in kept:
             copies[node] = inner.node_copy(node, lambda n: copies[n])
     stacks = list(dict.fromkeys([*inside[num_carries:], *emitted, *further]))
-    inner.output(tuple(copies[node] for node in (*inside[:num_carries], *stacks)))
+    inner.output(tuple(copies[node] for node in (*inside[:num_carries], *states, *stacks)))
     num_tangents = sum(n < loop.num_carries for n in body.floating)
     assert num_tangents == num_carries
     code = _code(
         fx.GraphModule(backward, inner),
-        num_carries,
-        len(tangents) - num_tangents + len(moving),
-        (False,) * num_carries,
+        num_carries + num_states,
+        len(tangents) - num_carries - num_states + len(moving),
+        (False,) * (num_carries + num_states),
         not loop.is_reversed,
         engine,
     )

@@ -48,7 +48,8 @@ class LoopCalls:
     def backward(self, *tensors: Tensor) -> list[Tensor]:
         """Run the backward on gradients of the results, arguments of the loop, and the last results of ``forward``.
 
-        Returns the gradients of the wanted arguments, then further outputs in the order of the forward's execution.
+        Returns the gradients of the wanted arguments, further outputs in the order of the forward's execution, and the
+        states that are carried.
         """
         parts, body, loop = self.parts, self.parts.body, self.parts.body.loop
         code = parts.backward
@@ -57,18 +58,19 @@ class LoopCalls:
         tangents, rest = tensors[: len(body.floating)], tensors[len(body.floating) :]
         given, made = rest[: len(rest) - self._num_made], list(rest[len(rest) - self._num_made :])
         inputs, invariants = self._counted(loop.split(given)[1]), loop.split(given)[2]
-        states = map(self._in_order, body.states)
+        tables = [self._in_order(own.narrow(0, 0, inputs[0].shape[0])) for own in body.tables]
         if body.live:  # as they are now
             known = parts.invariants_of(invariants)
         else:
             known = [*invariants, *made[len(made) - self._extra :]]
         saved = [self._stack(found, inputs, known, made) for found in parts.saved]
-        number, moving = code.num_carries, parts.num_moving
-        outputs = call(code, tangents[:number], [*tangents[number:], *states, *saved[:moving]], saved[moving:])
-        stacks = outputs[number:]
+        number, moving = code.num_carries - len(body.carried), parts.num_moving
+        carries, inputs_ = [*tangents[:number], *body.carried], [*tangents[number:], *tables, *saved[:moving]]
+        outputs = call(code, carries, inputs_, saved[moving:])
+        states, stacks = outputs[number : code.num_carries], outputs[code.num_carries :]
         of_inputs = [stacks[n] for n in parts.inputs_at]
         further = [self._in_order(stacks[n]) for n in parts.further_at]
-        return [*outputs[:number], *of_inputs, *parts.tail(saved, stacks), *further]
+        return [*outputs[:number], *of_inputs, *parts.tail(saved, stacks), *further, *states]
 
     @property
     def _extra(self) -> int:

@@ -85,8 +85,8 @@ class RecordPacking:
                 case Kept(_, number):
                     self.kept.append(outputs[number])
                     self._place(insertion, site, report)
-                case StateUpdate(key, state, number):
-                    if key in self.states:
+                case StateUpdate(key, state, number, is_carried):
+                    if key in self.states and not is_carried:
                         raise CallbackError(
                             f"{key}: two actions set this state; give each a state of its own", code="state"
                         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,48 +18,24 @@ from gradrewrite.ir.loop_code import OP_LOOP, LoopCode, hold_code
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward, loop_of
 from gradrewrite.ir.markers import read_markers, value_of
-from gradrewrite.ir.outputs import Iterations, Pack, Placed, PlacedReport
+from gradrewrite.ir.outputs import Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import with_label
 from gradrewrite.ir.reports import Kept
-from gradrewrite.policy.insertions import Insertion, Omitted
 from gradrewrite.policy.rules import Answered
-from gradrewrite.policy.sampling import Measured, sampled
+from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.insertion_points import InsertionPoint
+from gradrewrite.rewriting.loop_answers import IterationClass, Table, classes_of, sites_in
 from gradrewrite.rewriting.loop_bodies import LoopParts, partition, trace_body
 from gradrewrite.rewriting.loop_calls import LoopCalls, flat
-from gradrewrite.sites import Kind, Site
+from gradrewrite.sites import Site
 
-KINDS: tuple[Kind, ...] = ("activation", "error")
 Ask = Callable[[Site], tuple[Answered, ...]]
-
-
-def sites_in(loop: Loop) -> Iterable[Site]:
-    """Yield the sites of a loop, iteration by iteration, for the length at hand."""
-    for iteration in range(fake_tensors.hint_of(loop.length)):
-        for kind in KINDS:
-            for name in loop.values:
-                yield loop.site(name, kind, iteration)
-
-
-def is_acting(answers: Sequence[Answered], measured: Measured) -> bool:
-    """Return whether a policy's answers at a site insert something in steps with these measurements."""
-    return any(not isinstance(found.insertion.effect, Omitted) for found in sampled(answers, measured))
-
-
-def has_equal_answers(loop: Loop, answers: Mapping[Site, tuple[Answered, ...]]) -> bool:
-    """Return whether a policy's answers are equal in all iterations of a loop."""
-    for kind in KINDS:
-        for name in loop.values:
-            sites = (loop.site(name, kind, n) for n in range(fake_tensors.hint_of(loop.length)))
-            if len({tuple(found.insertion.key for found in answers[site]) for site in sites}) > 1:
-                return False
-    return True
 
 
 @dataclass
@@ -86,6 +62,8 @@ def insert_in_loops(
     for loop in marked.loops:
         answers = {site: ask(site) for site in sites_in(loop)}
         found.answers |= answers
+        ahead = sites_in(loop, fake_tensors.hint_of(loop.length), loop.num_answered)
+        possible = answers | {site: ask(site) for site in ahead}
         own, back = forwards.get(loop.key, []), backwards.get(loop.key, [])
         if len(own) > 1 or len(back) > 1:  # one for each tensor inside of a tensor subclass
             found.of_subclasses |= answers
@@ -93,7 +71,7 @@ def insert_in_loops(
             found.codes.append(loop)
         elif own:
             insertion = _Insertion(canvas, config, loop, own[0], back[0] if back else None, found)
-            insertion.run(answers, measured, marked.engine)
+            insertion.run(possible, measured, marked.engine)
     return found
 
 
@@ -101,45 +79,6 @@ def run_loops_in(marked: MarkedJointGraph, config: RewriteConfig) -> tuple[LoopC
     """Put the code of loops into a graph without gradients."""
     found = insert_in_loops(Canvas(marked.graph), marked, config, lambda _: (), "all")
     return tuple(found.codes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """Iterations with equal answers at the sites of one value and kind."""
-
-    site: Site  # of the first of them
-    insertions: tuple[Insertion, ...]
-    iterations: Iterations
-    is_all: bool
-
-
-def _classes(
-    loop: Loop, answers: Mapping[Site, tuple[Answered, ...]], name: str, kind: Kind, measured: Measured
-) -> list[_Class]:
-    numbers: dict[Hashable, list[int]] = {}
-    length = fake_tensors.hint_of(loop.length)
-    known: dict[Hashable, tuple[Insertion, ...]] = {}
-    for n in range(length):
-        found = sampled(answers[loop.site(name, kind, n)], measured)
-        key = tuple((one.position, one.insertion.rule, one.insertion.key) for one in found)
-        numbers.setdefault(key, []).append(n)
-        known.setdefault(key, tuple(one.insertion for one in found))
-    return [
-        _Class(loop.site(name, kind, own[0]), known[key], Iterations(loop.key, _spans(own, length)), len(own) == length)
-        for key, own in numbers.items()
-        if known[key]
-    ]
-
-
-def _spans(numbers: Sequence[int], length: int) -> tuple[tuple[int, int | None], ...]:
-    """Return the spans of ascending numbers; one that reaches the last iteration goes on in a longer loop."""
-    spans: list[list[int]] = []
-    for n in numbers:
-        if spans and spans[-1][1] == n - 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
-    return tuple((first, None if last == length - 1 else last) for first, last in spans)
 
 
 class _Insertion:
@@ -163,13 +102,15 @@ class _Insertion:
         positions = {node: number for number, node in enumerate(outer.graph.nodes)}
         self._orders = {True: positions[forward], False: positions.get(backward, 0)}
         label = config.label()
-        self._canvas = Canvas(self._body.graph, config.loss_scale, config.states, None, label, is_body=True)
+        self._canvas = Canvas(self._body.graph, config.loss_scale, config.states, None, label, outer=outer)
         self._canvas.packing.numbering.label = label
         self._label = label
-        self._edits: list[tuple[_Class, Edit]] = []
+        self._edits: list[tuple[IterationClass, Edit]] = []
         self._store = config.states
-        self._states: list[tuple[_Class, str]] = []  # with their keys in the first iterations
+        self._states: list[tuple[IterationClass, str]] = []  # with their keys in the first iterations
         self._new_states: list[tuple[str, Tensor]] = []  # of all iterations, that are set
+        self._tables: list[Table] = []
+        self._carried: dict[str, tuple[Tensor, fx.Node]] = {}  # states, with the nodes that are read now
 
     def run(self, answers: Mapping[Site, tuple[Answered, ...]], measured: Measured, engine: str) -> None:
         """Insert, cut the body, and put its code into the graph."""
@@ -179,26 +120,29 @@ class _Insertion:
             number = self._loop.numbers[name]
             forward, marker = activations.get(number), errors.get(number)
             if forward is not None:
-                for own in _classes(self._loop, answers, name, "activation", measured):
+                for own in classes_of(self._loop, answers, name, "activation", measured):
                     self._insert(own, InsertionPoint(own.site, forward.all_input_nodes[0], forward, order[forward]))
             if marker is not None:
                 node = self._canvas.current(marker.all_input_nodes[0])
                 first = InsertionPoint(self._loop.site(name, "error"), node, marker, order[marker], marker=marker)
-                for own in _classes(self._loop, answers, name, "error", measured):
+                for own in classes_of(self._loop, answers, name, "error", measured):
                     point = InsertionPoint(own.site, node, marker, order[marker])
                     point.value = None if forward is None else forward.all_input_nodes[0]
                     node = self._insert(own, point)
                 if node is not first.node:
                     self._canvas.replace(first, node)
+        self._canvas.check_states()
         packs = self._add_records()
         kept = self._add_kept()
         self._add_states()
+        self._add_tables()
+        editing.add_outputs(self._body.graph, [last for _, last in self._carried.values()])
         self._canvas.erase_unused()
         self._lift_live()
         parts = partition(self._body, engine)
         self._emit(parts, packs, kept)
 
-    def _insert(self, own: _Class, point: InsertionPoint) -> fx.Node:
+    def _insert(self, own: IterationClass, point: InsertionPoint) -> fx.Node:
         """Insert at a value in some iterations; return the result in all of them."""
         canvas, packing = self._canvas, self._canvas.packing
         before, num_placed, num_records = point.node, len(packing.placed), len(packing.records)
@@ -207,12 +151,15 @@ class _Insertion:
             refuse(insertion, Context(own.site, is_in_loop=True))
         insert(canvas, point, own.insertions)
         scope = canvas.states_at(str(own.site))
-        keys = scope.keys if scope is not None else ()
-        if keys and not isinstance(self._loop.length, int):
-            refuse(own.insertions[0], Context(own.site, is_in_loop=True, has_states=True))
-        self._states += ((own, key) for key in keys)
+        if scope is not None:
+            self._states += ((own, key) for key in scope.keys if key not in scope.carried)
+        self._carry_states(own, point)
+        self._tables += own.tables
+        by_iteration = {id(table.tensor): table.values for table in own.tables}
         for number in range(num_placed, len(packing.placed)):
-            packing.placed[number] = replace(packing.placed[number], iterations=own.iterations)
+            placed = packing.placed[number]
+            bounds = tuple((key, by_iteration.get(id(bound), bound)) for key, bound in placed.bounds)
+            packing.placed[number] = replace(placed, iterations=own.iterations, bounds=bounds)
         self._edits += ((own, edit) for edit in canvas.edits[num_edits:])
         if own.is_all:
             return point.node
@@ -222,7 +169,21 @@ class _Insertion:
             packing.records[number] = replace(record, node=node)
         return before if point.node is before else self._where(own, point.node, before, point.before)
 
-    def _where(self, own: _Class, value: fx.Node, other: fx.Node | None, before: fx.Node) -> fx.Node:
+    def _carry_states(self, own: IterationClass, point: InsertionPoint) -> None:
+        """Chain the reads and new values of carried states."""
+        graph, canvas = self._body.graph, self._canvas
+        for key, state in canvas.carried.take().items():
+            if key not in self._carried:
+                value = fake_tensors.fake_like(self._given[0].meta["val"], state.tensor)
+                self._carried[key] = state.tensor, self._body.add_carried(state.tensor, value)
+            tensor, before = self._carried[key]
+            last = state.chain(graph, canvas.current, before) or before
+            canvas.packing.states.pop(key, None)
+            if last is not before and not own.is_all:
+                last = self._where(own, last, before, point.before)
+            self._carried[key] = tensor, last
+
+    def _where(self, own: IterationClass, value: fx.Node, other: fx.Node | None, before: fx.Node) -> fx.Node:
         """Select a value in the iterations of a class, and another, or 0, in the others."""
         iteration = self._body.iteration()
 
@@ -264,22 +225,43 @@ class _Insertion:
 
     def _add_states(self) -> None:
         """Give each iteration its states, and return the new ones as further outputs."""
-        body, packing, length = self._body, self._canvas.packing, fake_tensors.hint_of(self._loop.length)
-        for own, key in self._states:
-            tensor, name = self._store.held(key), key.removeprefix(f"{own.site}")
-            site, first = own.site, self._loop.first_call
+        body, packing = self._body, self._canvas.packing
+        at_hand, length = fake_tensors.hint_of(self._loop.length), self._loop.limit() if self._states else 0
+        found: dict[int, tuple[fx.Node, fx.Node, Tensor, str]] = {}  # values before and behind, table, key
+        held = [(own, key, self._store.held(key)) for own, key in self._states]  # before they become rows of a stack
+        for own, key, tensor in held:
+            site, first, name = own.site, self._loop.first_call, key.removeprefix(f"{own.site}")
             acting = [first + n for n in own.iterations.of(length)]
-            states = self._store.stack(f"{site.kind}:{site.name}", name, range(first, first + length), acting)
-            given = body.add_states(states, fake_tensors.fake_like(self._given[0].meta["val"], tensor))
-            editing.read_instead_of_live(body.graph, tensor, given)
+            calls = range(first, first + length)
+            states = self._store.stack(f"{site.kind}:{site.name}", name, calls, acting, first + at_hand)
+            given, last, *_ = found.get(id(states), (None, None))  # classes of iterations share the states of a name
+            given = self._read_by_iteration(tensor, states, tensor, given)
+            last = last or given
             _, node = packing.states.pop(key, (None, None))
-            if node is None:  # it is only read
-                continue
-            node = self._canvas.current(node)
-            if not own.is_all:
-                node = self._where(own, node, given, body.graph.output_node())
-            self._add_output(node, is_forward=False)
-            self._new_states.append((key, states))
+            if node is not None:
+                node = self._canvas.current(node)
+                last = node if own.is_all else self._where(own, node, last, body.graph.output_node())
+            found[id(states)] = given, last, states, key
+        for given, last, states, key in found.values():
+            if last is not given:  # else it is only read
+                self._add_output(last, is_forward=False)
+                self._new_states.append((key, states))
+
+    def _add_tables(self) -> None:
+        """Give each iteration the settings that differ from one to another."""
+        device = self._given[0].meta["val"].device
+        for table in self._tables:
+            with fake_tensors.outside_of_transforms():
+                rows = table.rows(self._loop.limit(), device)
+                row = rows[0]
+            self._read_by_iteration(table.tensor, rows, row)
+
+    def _read_by_iteration(self, tensor: Tensor, rows: Tensor, row: Tensor, given: fx.Node | None = None) -> fx.Node:
+        """Let the readers of a live tensor read the row of their iteration instead; return its node."""
+        if given is None:
+            given = self._body.add_table(rows, fake_tensors.fake_like(self._given[0].meta["val"], row))
+        editing.read_instead_of_live(self._body.graph, tensor, given)
+        return given
 
     def _add_output(self, node: fx.Node, *, is_forward: bool) -> None:
         body = self._body
@@ -313,12 +295,14 @@ class _Insertion:
             values = ForwardValues(graph)
             tangents: list[fx.Node] = backward.args[1]  # type: ignore[assignment]
             inputs = [*tangents, *self._given, *map(values.for_backward, made)]
-            is_live = self._body.live or self._body.states
+            is_live = self._body.live or self._body.tables
             tag = "must_be_in_backward" if is_live else "is_backward"
             nodes, new = editing.compute(graph, code.backward, inputs, backward, tag)
             positions = {n: at for at, n in enumerate(self._body.wanted)}
             _replace_results(backward, [nodes[positions[n]] for n in self._wanted])
             outputs[False] = nodes[len(self._body.wanted) :]
+            states = dict(zip(self._carried, nodes[len(nodes) - len(self._carried) :], strict=True))
+            self._outer.carried.note({key: tensor for key, (tensor, _) in self._carried.items()}, new, states)
             assert parts.backward is not None
             self._found.codes.append(parts.backward)
             calls[False] = self._note(new, backward)
@@ -354,7 +338,8 @@ class _Insertion:
                 site = edit.site.at_iteration(n)
                 keys = tuple(replace(key, site=with_label(str(site), self._label)) for key in edit.records)
                 nodes = inserted if n == own.site.iteration else ()
-                outer.edits.append(replace(edit, site=site, nodes=nodes, records=keys))
+                action = own.answer(edit.insertion, n).action
+                outer.edits.append(replace(edit, site=site, action=action, nodes=nodes, records=keys))
         for site in sites_in(self._loop):
             self._found.anchors[site] = Anchor(calls.get(site.traits.in_forward, calls[True]), -1)
 

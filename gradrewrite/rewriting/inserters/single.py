@@ -59,6 +59,7 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
                 mode, layouts = canvas.mode_at(point), _layouts_of(point, further)
                 traced = canvas.tracer.trace(insertion, effect.run, point.site, value, mode, values, layouts)
                 (current, *extras), new = canvas.splice(traced, [current, *further], point)
+                canvas.note_states(mode, traced, extras, new)
             case ScaleParameter():
                 check_dense(insertion.action, point.site, value_of(current))
                 canvas.note(point.site, insertion)
