@@ -174,7 +174,7 @@ def _run(op: Any, loops: Bodies, dtype: torch.dtype, args: Sequence[Any]) -> tup
 
 
 def _run_by_cudnn(call: RecurrentCall) -> tuple[Tensor, ...]:
-    """Compute all layers by one operator, or by one each where there is dropout between them."""
+    """Compute all layers by one operator, with dropout between them by one each."""
     x, last = call.x.transpose(0, 1) if call.batch_first else call.x, []
     train = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *call.states, *call.parameters))
     number = 1 if call.dropout and call.train else call.num_layers

@@ -48,7 +48,7 @@ class Table:
     values: Mapping[int, float]  # by iteration
 
     def rows(self, length: int, device: torch.device) -> Tensor:
-        """Return the settings of all iterations ``[length]``; 1 where there is none."""
+        """Return the settings of all iterations, ``[length]``; 1 for those without one."""
         return self.tensor.new_tensor([self.values.get(n, 1.0) for n in range(length)], device=device)
 
 

@@ -49,7 +49,15 @@ def train(policy: Any, scales: list[float], drawn: dict[str, Tensor] | None = No
 
 
 def test_the_page_has_the_code() -> None:
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
+
+
+def test_the_state_that_is_carried(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (b for b in BLOCKS if 'over="iterations"' in b)
+    exec(block, {})
+    output = capsys.readouterr().out
+    assert output.startswith("{'error:l0/h/mean'")
+    assert f"```text\n{output}```" in (ROOT / "docs" / "state.md").read_text()
 
 
 @pytest.mark.broad

@@ -21,11 +21,15 @@ import gradrewrite as gr
 from gradrewrite.backends.backend import make_backend
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.diagnostics.run_file import read_jsonl
+from gradrewrite.instrumentation import recurrent
+from gradrewrite.ir import marked_loops
 from gradrewrite.passes import (
+    After,
     CheckFinite,
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByValue,
+    Every,
     Keep,
     Observe,
     PCGrad,
@@ -35,6 +39,7 @@ from gradrewrite.passes import (
 from gradrewrite.testing import assert_matches_eager
 
 from helpers import ROOT, gradients_of, mostly_slow
+from models.cudnn import cudnn_on_cpu
 from models.recurrent import Recurrent, loop_over_cells
 
 WIDTH, FEATURES, LENGTH, BATCH = 7, 5, 6, 3
@@ -377,16 +382,21 @@ def test_lengths_and_batches(name: str, policy: Any) -> None:
         assert len(rewritten.explain().graphs) == graphs, (length, batch)
 
 
+def where_in(pattern: str, acts: Callable[[int], bool]) -> Callable[[gr.Site], Any]:
+    return lambda site: Scale(3.0) if site.matches(pattern) and acts(site.iteration or 0) else None
+
+
 @pytest.mark.parametrize(
-    ("policy", "acts"),
+    ("policy", "acts", "graphs"),
     [
-        (gr.on("error:rec.l0/h#3", Scale(3.0)), lambda t: t == 3),
-        (lambda s: Scale(3.0) if s.matches("error:rec.l0/h") and s.iteration % 2 == 0 else None, lambda t: t % 2 == 0),
-        (lambda s: Scale(3.0) if s.matches("error:rec.l0/h") and s.iteration >= 5 else None, lambda t: t >= 5),
+        (gr.on("error:rec.l0/h#3", Scale(3.0)), lambda t: t == 3, 1),
+        (where_in("error:rec.l0/h", lambda t: t % 2 == 0), lambda t: t % 2 == 0, 1),
+        (where_in("error:rec.l0/h", lambda t: t >= 5), lambda t: t >= 5, 2),
     ],
     ids=["one", "even", "late"],
 )
-def test_answers_at_lengths_that_change(policy: Any, acts: Callable[[int], bool]) -> None:
+def test_answers_at_lengths_that_change(policy: Any, acts: Callable[[int], bool], graphs: int) -> None:
+    """A longer sequence is compiled anew where an answer comes in that was not there before."""
     model = made("gru")
     rewritten = gr.transform(model, policy)
     for length in (4, 9, 3, 6):
@@ -396,6 +406,146 @@ def test_answers_at_lengths_that_change(policy: Any, acts: Callable[[int], bool]
         wanted = torch.autograd.grad(weighted(loop_over_cells(model.rec, x, hooks)), list(model.parameters()))
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert len(rewritten.explain().graphs) == graphs
+
+
+BY_ITERATION = {
+    "norm": gr.on("error:*/h", ClipByNorm(lambda site: 0.05 * (1 + site.iteration), log=True)),
+    "value": gr.on("error:*/gates", ClipByValue(lambda site: 0.01 / (1 + site.iteration))),
+    "both": gr.on("error:*/c", ClipByValue({"*#1": 0.5, "*#6": 0.25, "*": 0.1}, min=-0.3)),
+    "late": gr.on("error:*/h", ClipByNorm({"*#7": 0.01, "*": 0.1})),
+    "every": gr.on("error:*/h", Every(1, ClipByNorm({"*#7": 0.01, "*": 0.1}))),
+    "scale": lambda site: Scale(1.0 + 0.1 * site.iteration) if site.matches("error:*/h") else None,
+}
+
+
+@pytest.mark.parametrize("name", BY_ITERATION)
+def test_settings_that_differ_by_iteration(name: str) -> None:
+    """They are rows of a table: the body is as with one setting, and longer sequences compile nothing."""
+    policy = BY_ITERATION[name]
+    model = made("lstm", bidirectional=True)
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    assert_matches_eager(model, policy, x, compiled=False)
+
+    rewritten = gr.transform(model, policy)
+    codes = []
+    for length in (4, 9):
+        x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
+        apart = gr.transform(model, policy, dynamic=False)
+        assert_same(rewritten(x), apart(x), list(model.parameters()))
+        assert rewritten.monitor.latest() == apart.monitor.latest()
+        codes.append(len(apart.trace(x).code))
+    if name in ("norm", "value", "scale"):  # with several settings at both lengths
+        assert codes[0] == pytest.approx(codes[1], rel=0.01)
+    assert len(rewritten.explain().graphs) == (2 if name == "every" else 1)
+
+
+def test_edits_of_settings_by_iteration() -> None:
+    rewritten = gr.transform(made("gru"), BY_ITERATION["norm"])
+    graph = rewritten.trace(torch.randn(3, BATCH, FEATURES, dtype=torch.float64))
+    assert [str(edit.action) for edit in graph.edits] == [
+        "ClipByNorm(0.05, log=True)", "ClipByNorm(0.1, log=True)", "ClipByNorm(0.15000000000000002, log=True)",
+    ]  # fmt: skip
+
+
+def test_functions_that_a_callback_makes_anew() -> None:
+    """They are one where they hold equal values, so the body does not grow with the length."""
+
+    def policy(site: gr.Site) -> Any:
+        return (lambda e: e.clamp(-0.1, 0.1)) if site.matches("error:rec.l0/h") else None
+
+    model = made("gru")
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    assert_matches_eager(model, policy, x, compiled=False)
+    rewritten = gr.transform(model, policy)
+    assert rewritten.trace(x).code.count("where") == 0
+    weighted(rewritten(x)).backward()
+    weighted(rewritten(torch.cat([x, x]))).backward()
+    assert len(rewritten.explain().graphs) == 1
+
+
+class Scaled(float):
+    def __call__(self, error: Tensor) -> Tensor:
+        return error * float(self)
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+
+class OfSlotted(Slotted):
+    def __call__(self, error: Tensor) -> Tensor:
+        return error * self.by
+
+
+class Named(nn.Module):
+    """A module whose text does not tell its factor."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, error: Tensor) -> Tensor:
+        return error * self.by
+
+
+def with_attribute(by: float) -> Callable[[Tensor], Tensor]:
+    def scale(error: Tensor) -> Tensor:
+        factor: float = scale.by  # type: ignore[attr-defined]
+        return error * factor
+
+    scale.by = by  # type: ignore[attr-defined]
+    return scale
+
+
+CALLABLES: dict[str, Callable[[float], Any]] = {
+    "a subclass of float": Scaled,
+    "inherited slots": OfSlotted,
+    "a module": Named,
+    "an attribute of a function": with_attribute,
+    "a partial": lambda by: functools.partial(lambda f, e: e * f, by),
+    "a keyword": lambda by: lambda e, *, by=by: e * by,
+    "Every": lambda by: Every(1, Named(by)),
+    "After, a text that is equal": lambda by: After(0, OfSlotted(by)),
+    "Every, a partial of a tensor": lambda by: Every(1, functools.partial(torch.mul, torch.tensor(by).double())),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_callables_that_differ_by_iteration(name: str) -> None:
+    made_anew = [CALLABLES[name](1.0 + 0.1 * n) for n in range(LENGTH)]
+
+    def policy(site: gr.Site) -> Any:
+        return made_anew[site.iteration] if site.iteration is not None and site.matches("error:rec.l0/h") else None
+
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    found = assert_matches_eager(made("gru"), policy, x, compiled=False)
+    assert len(found.changed) == LENGTH - 1  # the factor of the first one is 1
+
+
+def test_answers_beyond_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer sequence than those at which the policy was asked is compiled anew, and the answers are right."""
+    monkeypatch.setattr(marked_loops, "LEAST_AHEAD", 8)
+    factors = [1.0, 2.0, 3.0] * 4
+
+    def policy(site: gr.Site) -> Any:  # it ends with an IndexError at iteration 12
+        return Scale(factors[site.iteration or 0]) if site.matches("error:rec.l0/h") else None
+
+    model = made("gru")
+    rewritten = gr.transform(model, policy)
+    for length, graphs in ((2, 1), (8, 1), (3, 1), (9, 2), (12, 2)):
+        x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
+        hooks = {"h": lambda t: lambda e: e * factors[t]}
+        found = torch.autograd.grad(weighted(rewritten(x)), list(model.parameters()))
+        wanted = torch.autograd.grad(weighted(loop_over_cells(model.rec, x, hooks)), list(model.parameters()))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert len(rewritten.explain().graphs) == graphs
+    with pytest.raises(gr.PolicyError, match=r"error:rec\.l0/h#12: the policy raised IndexError"):
+        rewritten(torch.randn(13, BATCH, FEATURES, dtype=torch.float64))
 
 
 def test_a_number_beyond_the_length_warns_once() -> None:
@@ -405,11 +555,12 @@ def test_a_number_beyond_the_length_warns_once() -> None:
         weighted(rewritten(torch.randn(length, BATCH, FEATURES, dtype=torch.float64))).backward()
         return list(rewritten.monitor.latest())
 
-    with pytest.warns(UserWarning, match=r"'error:rec\.l0/h#5' is beyond the 3 iterations of rec\.l0/h"):
-        assert recorded(3) == []
-    assert recorded(4) == []  # warnings are errors here
+    with pytest.warns(UserWarning, match=r"'error:rec\.l0/h#5' is beyond the 4 iterations of rec\.l0/h"):
+        assert recorded(4) == []
+    assert recorded(3) == []  # warnings are errors here
     assert recorded(6) == ["norm@error:rec.l0/h#5"]
     recorded(2)
+    assert len(rewritten.explain().graphs) == 2
     other = gr.transform(made("gru"), gr.on("error:rec.l1/h#5", Observe("norm")))
     with pytest.raises(gr.NoSuchSiteError):
         other(torch.randn(3, BATCH, FEATURES, dtype=torch.float64))
@@ -492,6 +643,52 @@ def test_bytes_kept_are_those_of_the_unrolled_loop_or_fewer(name: str) -> None:
     row = 16 * 32 * x.itemsize
     assert 0 < rolled.policy_bytes <= unrolled.policy_bytes + 2 * row * (name == "lstm")
     assert {row.module for row in rolled.rows if row.policy_bytes} == {"rec"}
+
+
+class Headed(nn.Module):
+    """A layer that reads the output of a loop."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.inner(x)
+        scores: Tensor = self.head(output[0] if isinstance(output, tuple) else output)
+        return scores
+
+
+def bytes_behind(output: Tensor, known: list[Tensor]) -> int:
+    """Bytes of all storages that the graph behind an output keeps, without those of these tensors."""
+    left = {t.untyped_storage().data_ptr() for t in known}
+    found: dict[int, int] = {}
+    waiting: list[Any] = [output.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [function for function, _ in node.next_functions]
+        for tensor in getattr(node, "saved_tensors", ()):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in left:
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(("name", "kibibytes"), [("lstm", (244, 318)), ("gru", (202, 280)), ("tanh", (42, 82))])
+def test_bytes_kept_where_a_layer_reads_the_output(name: str, kibibytes: tuple[int, int], compiled: bool) -> None:
+    """The stack of states is the output, for both; an unrolled loop stacks copies."""
+    x, clip = torch.randn(20, 16, 32), ClipByNorm(0.1)
+    found: list[float] = []
+    for inner, pattern in ((Recurrent(LAYERS[name](32, 32)), "error:inner.rec.l0/h"), (OverCells(name), "error:*cell")):
+        rewritten = gr.transform(Headed(inner), gr.on(pattern, clip))
+        if compiled and not found:
+            rewritten.compile()
+        found.append(bytes_behind(rewritten(x), [x, *rewritten.parameters()]) / 1024)
+    assert tuple(found) == kibibytes
 
 
 class Scalars(dict[str, float]):
@@ -644,8 +841,9 @@ def test_states_at_lengths_that_change() -> None:
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
-    for length in (3, 6, 2, 6, 4):
+    for length in (4, 6, 2, 6, 3):
         compare(rewritten, length)
+    assert len(rewritten.explain().graphs) == 1
     kept = gr.state_dict(rewritten)["states"]
     assert kept == {f"error:rec.l0/h{f'#{t}' if t else ''}/mean": means[t] for t in range(6)}
 
@@ -690,13 +888,14 @@ def test_states_of_a_layer_that_is_called_twice_at_lengths_that_change() -> None
     assert numbers == [5, 5, 5, 5, 2, 2, 1, 1]
 
 
-def test_states_of_answers_that_change_with_the_length() -> None:
+def test_states_of_answers_that_change_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marked_loops, "LEAST_AHEAD", 1)
     count = counting()
-    numbers = dict.fromkeys(range(6), 0.0)
-    length = 0
+    numbers = dict.fromkeys(range(18), 0.0)
 
     def policy(site: gr.Site) -> Any:
-        return count if site.matches("error:rec.l0/h") and (length == 6 or (site.iteration or 0) % 2 == 1) else None
+        n = site.iteration or 0
+        return count if site.matches("error:rec.l0/h") and (n % 2 == 1 or n > 16) else None
 
     def counted(t: int, error: Tensor) -> Tensor:
         numbers[t] += 1
@@ -704,13 +903,40 @@ def test_states_of_answers_that_change_with_the_length() -> None:
 
     model = made("gru")
     rewritten = gr.transform(model, policy)
-    for length in (4, 6, 4, 6):
+    for length in (4, 6, 18, 4, 18):
         x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
-        hooks = {"h": lambda t, n=length: functools.partial(counted, t) if n == 6 or t % 2 == 1 else None}
+        hooks = {"h": lambda t: functools.partial(counted, t) if t > 16 or t % 2 == 1 else None}
         found = torch.autograd.grad(weighted(rewritten(x)), list(model.parameters()))
         wanted = torch.autograd.grad(weighted(loop_over_cells(model.rec, x, hooks)), list(model.parameters()))
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    states = gr.state_dict(rewritten)["states"]
+    assert states == {f"error:rec.l0/h#{n}/n": value for n, value in numbers.items() if value}
+    assert len(rewritten.explain().graphs) == 2
+
+
+def test_states_of_two_actions_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of two forms share the states of a function at one value, also where a longer sequence is compiled."""
+    monkeypatch.setattr(marked_loops, "LEAST_AHEAD", 1)
+    count, numbers = counting(), dict.fromkeys(range(18), 0.0)
+
+    def policy(site: gr.Site) -> Any:
+        return [count, *([Scale(2.0)] if (site.iteration or 0) % 2 else [])] if site.matches("error:rec.l0/h") else None
+
+    def counted(t: int, error: Tensor) -> Tensor:
+        numbers[t] += 1
+        return error * numbers[t] * (2.0 if t % 2 else 1.0)
+
+    model = made("gru")
+    rewritten = gr.transform(model, policy)
+    for length in (4, 18, 4, 18):
+        x = torch.randn(length, BATCH, FEATURES, dtype=torch.float64)
+        hooks = {"h": lambda t: functools.partial(counted, t)}
+        found = torch.autograd.grad(weighted(rewritten(x)), list(model.parameters()))
+        wanted = torch.autograd.grad(weighted(loop_over_cells(model.rec, x, hooks)), list(model.parameters()))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert len(rewritten.explain().graphs) == 2
 
 
 @pytest.mark.filterwarnings("error")
@@ -726,6 +952,39 @@ def test_loaded_states_of_another_length_are_of_the_same_policy() -> None:
         found = gr.state_dict(other)["states"]
         assert [float(found[f"error:rec.l0/h{f'#{n}' if n else ''}/n"]) for n in range(2)] == [4, 4]
         assert float(found["error:rec.l0/h#3/n"]) == (1 if length == 2 else 4)
+
+
+@pytest.mark.filterwarnings("error")
+def test_loaded_states_of_shorter_sequences() -> None:
+    """They are those of the same policy; what was there of longer ones is as if it had never run."""
+    model = made("gru")
+    kept, other = (gr.transform(copy.deepcopy(model), gr.on("error:rec.l0/h", counting())) for _ in range(2))
+    for net, length in ((kept, 2), (other, 9)):
+        weighted(net(torch.randn(length, BATCH, FEATURES, dtype=torch.float64))).backward()
+    gr.load_state_dict(other, gr.state_dict(kept))
+    assert gr.state_dict(other) == gr.state_dict(kept)
+    for _ in range(2):
+        weighted(other(torch.randn(5, BATCH, FEATURES, dtype=torch.float64))).backward()
+    found = gr.state_dict(other)["states"]
+    assert [float(found[f"error:rec.l0/h{f'#{n}' if n else ''}/n"]) for n in range(5)] == [3, 3, 2, 2, 2]
+
+
+@pytest.mark.parametrize("over", [None, "iterations"])
+def test_a_state_is_read_by_the_first_of_two_functions(over: Any) -> None:
+    """At each site one function reads it and the next one sets it."""
+    mean = gr.State((), 0.0, torch.float64, name="mean", over=over)
+
+    def read(error: Tensor) -> Tensor:
+        return error / (1 + mean.value)
+
+    def follow(error: Tensor) -> Tensor:
+        mean.set(mean + error.abs().sum())
+        return error
+
+    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
+    model = made("gru", num_layers=2)
+    assert_matches_eager(model, gr.on("error:*/h", [read, follow]), x, compiled=False, steps=2)
+    assert_matches_eager(model, gr.on("gradient:*", [read, follow]), x, compiled=False, steps=2)
 
 
 def test_logs_of_a_layer_that_is_called_twice() -> None:
@@ -809,12 +1068,13 @@ class Hidden:
 _HIDDEN = smoothed()
 
 
-def test_a_hidden_state_needs_a_length_that_is_a_number() -> None:
-    x = torch.randn(LENGTH, BATCH, FEATURES, dtype=torch.float64)
-    rewritten = gr.transform(made("gru"), gr.on("error:rec.l0/h", Hidden()))
-    with pytest.raises(gr.PolicyError, match=r"error:rec\.l0/h.* the length of this loop is a symbol.* dynamic=False"):
-        rewritten(x)
-    weighted(gr.transform(made("gru"), gr.on("error:rec.l0/h", Hidden()), dynamic=False)(x)).backward()
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_a_state_that_a_function_finds_when_it_runs(dynamic: bool | None) -> None:
+    rewritten = gr.transform(made("gru"), gr.on("error:rec.l0/h", Hidden()), dynamic=dynamic)
+    for length in (LENGTH, 3):
+        weighted(rewritten(torch.randn(length, BATCH, FEATURES, dtype=torch.float64))).backward()
+    assert len(gr.state_dict(rewritten)["states"]) == LENGTH
+    assert len(rewritten.explain().graphs) == (1 if dynamic is None else 2)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -1028,3 +1288,30 @@ def test_evaluation(layer: type[nn.RNNBase]) -> None:
         assert torch.equal(model.eval()(x), plain.eval()(x))
     assert not x.requires_grad
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_cudnn_s_operator(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments, results, reserve and weights, with cuDNN's layers computed on the CPU; the reserve stays as it was."""
+    monkeypatch.setattr(recurrent, "has_cudnn", lambda _: True)
+    settings = {
+        "num_layers": 2,
+        "bidirectional": True,
+        "batch_first": True,
+        **({"proj_size": 3} if name == "lstm" else {}),
+    }
+    model = made(name, **settings)
+    rewritten = gr.transform(model, gr.on("error:rec", Observe("norm")))
+    if compiled:
+        rewritten.compile()
+    with cudnn_on_cpu():
+        for length in (LENGTH, 9):
+            x = torch.randn(BATCH, length, FEATURES, dtype=torch.float64)
+            assert_same(rewritten(x), model(x), list(model.parameters()))
+        loss = weighted(rewritten(x))
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        assert all(map(torch.equal, first, torch.autograd.grad(loss, list(model.parameters()))))
+        assert "cudnn_layers_backward" in rewritten.trace(x).code
+    assert len(rewritten.explain().graphs) == 1
