@@ -85,7 +85,7 @@ def train(rank: int, called: nn.Module, model: nn.Module, optimizer: Any, *, mic
     state = [{k: full(v) for k, v in optimizer.state[p].items()} for p in model.parameters()]
     found = {"parameters": {n: full(p.detach()) for n, p in model.named_parameters()}, "state": state}
     if hasattr(model, "monitor"):
-        found["norms"] = model.monitor.history("total_norm@step:group:default")[micro - 1 :: micro]
+        found["norms"] = model.monitor.history("total_norm@step:group:default")
         found["skipped"] = model.monitor.skipped
     return {**found, "bytes": traffic.size}
 
