@@ -12,6 +12,7 @@ from math import isnan
 from typing import Literal, NamedTuple, get_args
 
 from gradrewrite._utils.grouping import grouped
+from gradrewrite._utils.repetitions import find_repetitions
 from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.run_log import COUNTS, Run
 from gradrewrite.diagnostics.site_health import percent
@@ -27,7 +28,6 @@ from gradrewrite.viz._graph_view import (
     lane_of_site,
     visible_outputs,
 )
-from gradrewrite.viz._loops import find_loops
 
 Column = Literal["input", "forward", "backward", "edit", "output"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
@@ -380,7 +380,7 @@ def _loop_bands(ops: Sequence[Node | None], known: Sequence[Band]) -> list[Band]
         return (before is None or before.last >= band.last) and (behind is None or behind.first <= band.first)
 
     found = []
-    for first, period, count in find_loops([None if op is None else kind_of_op(op) for op in ops]):
+    for first, period, count in find_repetitions([None if op is None else kind_of_op(op) for op in ops]):
         op = ops[first]
         if op is None:
             continue

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradrewrite._utils.grouping import grouped
+from gradrewrite._utils.repetitions import find_repetitions
 from gradrewrite.diagnostics.run_log import Run
 from gradrewrite.viz._graph_view import (
     GraphView,
@@ -32,7 +33,6 @@ from gradrewrite.viz._ladder import (
     template,
     turns_of,
 )
-from gradrewrite.viz._loops import find_loops
 from gradrewrite.viz._norms import SiteNorms, differing_siblings, sites_by_order
 
 MOST = 16  # rows
@@ -162,7 +162,7 @@ def _groups(nodes: Sequence[Node], depth: int) -> list[_Group]:
     last: _Key | None = None
     ops = {node.order: node for node in sorted(nodes, key=lambda n: n.order)}
     orders = [*ops]
-    loops = find_loops([kind_of_op(node) for node in ops.values()])
+    loops = find_repetitions([kind_of_op(node) for node in ops.values()])
     turns = {orders[at] for first, period, count in loops for at in range(first, first + period * count, period)}
     turns |= {orders[loop.end] for loop in loops if loop.end < len(orders)}
     for order, node in ops.items():

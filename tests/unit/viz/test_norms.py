@@ -15,7 +15,6 @@ from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.passes import CheckFinite, ClipByNorm, Observe
 from gradrewrite.viz import _norms, _overview, _theme
 from gradrewrite.viz._graph_view import read_graph
-from gradrewrite.viz._loops import Loop, find_loops
 from gradrewrite.viz._norms import Cell, differing
 
 from models.clips import step_of
@@ -84,23 +83,6 @@ def rows_of(graph: gr.JointGraph, monitor: gr.Monitor | None = None) -> list[str
 )
 def test_blocks_that_change_the_size_unlike_their_siblings(blocks: list[list[float]], wanted: set[int]) -> None:
     assert differing(blocks) == wanted
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("kinds", "wanted"),
-    [
-        ("abababab", [Loop(0, 2, 4)]),
-        ("xabcabcabcy", [Loop(1, 3, 3)]),
-        ("aaaa", [Loop(0, 1, 4)]),
-        ("abab", []),  # twice is no loop
-        ("aabaabaab", [Loop(0, 3, 3)]),
-        ("abcdefg", []),
-        ("aaabcbcbcbc", [Loop(0, 1, 3), Loop(3, 2, 4)]),
-    ],
-)
-def test_loops_are_found(kinds: str, wanted: list[Loop]) -> None:
-    assert find_loops(list(kinds)) == wanted
 
 
 @pytest.mark.broad

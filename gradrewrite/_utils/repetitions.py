@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from gradrewrite._utils.grouping import grouped
 
-LEAST = 3  # repetitions
 _TRIED = 8  # periods at one place: distances to the next ops of the same kind
 
 
-class Loop(NamedTuple):
+class Repetition(NamedTuple):
     """A stretch of equal parts, one after the other."""
 
     first: int  # place of its first op
@@ -25,23 +24,23 @@ class Loop(NamedTuple):
         return self.first + self.period * self.turns
 
 
-def find_loops(kinds: Sequence[Hashable]) -> list[Loop]:
-    """Return the loops, without overlaps, from the first on; of several periods at one place the one that covers most.
+def find_repetitions(kinds: Sequence[Hashable], least: int = 3) -> list[Repetition]:
+    """Return the stretches of ``least`` parts or more, without overlaps, from the first on.
 
-    ``kinds`` are equal where ops are: an op, its line of code and its modules.
+    Of several periods at one place it is the one that covers most. ``kinds`` are equal where ops are.
     """
     places = grouped((kind, place) for place, kind in enumerate(kinds))
     seen = dict.fromkeys(places, 0)  # how many places of a kind were passed
-    found: list[Loop] = []
+    found: list[Repetition] = []
     end = 0
     for place, kind in enumerate(kinds):
         seen[kind] += 1
         if place < end:
             continue
         later = islice(places[kind], seen[kind], seen[kind] + _TRIED)
-        loops = [Loop(place, other - place, _repetitions(kinds, place, other - place)) for other in later]
+        loops = [Repetition(place, other - place, _repetitions(kinds, place, other - place)) for other in later]
         best = max(loops, key=lambda loop: (loop.end, loop.turns), default=None)
-        if best is not None and best.turns >= LEAST:
+        if best is not None and best.turns >= least:
             found.append(best)
             end = best.end
     return found
