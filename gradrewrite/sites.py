@@ -78,6 +78,7 @@ class Site:
         may_be_infinite: Whether the program itself fills the value with infinities (a mask before a softmax).
         addresses: Every ``(name, call)`` that a pattern may match; empty means name and call.
         iteration: Which iteration of a loop, from 0, in the order of execution; None outside of loops.
+        strides: How much the call of each address grows from one iteration to the next; empty for 1.
     """
 
     kind: Kind
@@ -94,13 +95,20 @@ class Site:
     addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     nbytes: int | None = None
     iteration: int | None = None
+    strides: tuple[int, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def stride(self) -> int:
+        """The difference between the calls of two successive iterations."""
+        return self.strides[0] if self.strides else 1
 
     def at_iteration(self, number: int) -> Site:
         """Return the site of the same value in another iteration of its loop."""
         assert self.iteration is not None
-        moved = number - self.iteration
-        addresses = tuple((name, call + moved) for name, call in self.addresses)
-        return replace(self, call=self.call + moved, iteration=number, addresses=addresses)
+        moved, strides = number - self.iteration, self.strides or (1,) * len(self.addresses)
+        own = zip(self.addresses, strides, strict=True)
+        addresses = tuple((name, call + moved * stride) for (name, call), stride in own)
+        return replace(self, call=self.call + moved * self.stride, iteration=number, addresses=addresses)
 
     @property
     def traits(self) -> KindTraits:

@@ -69,8 +69,8 @@ class _Namer:
                 if call not in self._call_number:
                     self._call_number[call] = module_calls[call[0]]
                     module_calls[call[0]] += 1
-                if call not in value.stored_by and any(call not in use for use in value.used_in):
-                    self._outputs[call].append(value)
+            for call in value.returned_by:
+                self._outputs[call].append(value)
         taken: set[tuple[str, int]] = set()
         for value in values:
             module = value.calls[-1][0] if value.calls else ""

@@ -129,6 +129,17 @@ def _probe(x: Tensor, number: int) -> None:
         x.register_hook(mark)
 
 
+def add_probe(made: fx.Node, number: int) -> fx.Node:
+    """Add a probe of a value, at the point where the graph inserts."""
+    return made.graph.call_function(_probe, (made, number))
+
+
+def probed(node: fx.Node) -> int | None:
+    """Return the number of the value that a probe is behind; None for other nodes."""
+    number = node.args[1] if node.target is _probe else None
+    return number if isinstance(number, int) else None
+
+
 def _probe_gradient(x: Tensor, position: int) -> None:
     """Note the layouts of an input of the graph and of its gradient."""
     tracing = _tracing.get()
@@ -364,7 +375,7 @@ class _Reader:
     def _add(self, value: Value, made: fx.Node, *, after: fx.Node) -> fx.Node:
         self._current[id(value.fake)] = value
         with after.graph.inserting_after(after):
-            probe = after.graph.call_function(_probe, (made, len(self.values)))
+            probe = add_probe(made, len(self.values))
         self.values.append(value)
         return probe
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import fake_tensors
+from gradrewrite.errors import TraceError
 from gradrewrite.ir.values import Value, shape_of
 from gradrewrite.numerics.library import LIBRARY
 from gradrewrite.sites import Kind, Site
@@ -42,6 +43,8 @@ class Loop:
     numbers: dict[str, int] = field(default_factory=dict)  # of the markers of these values; empty where it has none
     first_call: int = 0  # number of iterations before it, of loops of this name
     most: int | None = None  # the largest length that its code is for; None for every length
+    detached: frozenset[int] = frozenset()  # positions of floating results without a gradient
+    outside: dict[str, int] = field(default_factory=dict)  # how many iterations of a value are before the loop, if any
     _sites: dict[tuple[str, Kind, int], Site] = field(default_factory=dict)
     key: str = field(default_factory=lambda: f"loop_{next(_numbers)}")
 
@@ -53,6 +56,14 @@ class Loop:
         """Split the arguments of the loop or of its body: carries, inputs, invariants."""
         first, second = self.num_carries, self.num_carries + self.num_inputs
         return list(tensors[:first]), list(tensors[first:second]), list(tensors[second:])
+
+    def is_differentiable(self, position: int, result: Tensor) -> bool:
+        """Return whether a result of the body has a gradient."""
+        return result.is_floating_point() and position not in self.detached
+
+    def has_site(self, name: str, kind: Kind) -> bool:
+        """Return whether a value has a site of a kind."""
+        return True
 
     def site(self, name: str, kind: Kind, iteration: int = 0) -> Site:
         """Return the site of a value in one iteration."""
@@ -102,6 +113,55 @@ class Loop:
         return iter(range(length - 1, -1, -1) if self.is_reversed else range(length))
 
 
+@dataclass(eq=False)
+class RolledLoop(Loop):
+    """A Python loop that Dynamo has unrolled.
+
+    Its sites are those of the unrolled program, which are known when all loops of a graph are traced. The numbers of
+    values in ``numbers`` are those of the first iteration.
+    """
+
+    iterations: dict[str, list[int]] = field(default_factory=dict)  # numbers of a value in each iteration, by name
+    _site_at: Mapping[int, Callable[[Kind], Site]] = field(default_factory=dict)
+
+    def share_facts(self, values: Sequence[Value]) -> None:
+        """Note what was found of the values of the first iteration at those of the others."""
+        names = {id(values[numbers[0]]): name for name, numbers in self.iterations.items()}
+        for numbers in self.iterations.values():
+            first = values[numbers[0]]
+            same = None if first.same_as is None else self.iterations[names[id(first.same_as)]]
+            for t, number in enumerate(numbers[1:], 1):
+                value = values[number]
+                value.has_error, value.is_view, value.subclass = first.has_error, first.is_view, first.subclass
+                value.same_as = None if same is None else values[same[t]]
+
+    def name_sites(self, site_at: Mapping[int, Callable[[Kind], Site]]) -> None:
+        """Give its values their sites; TraceError where their calls are no arithmetic progression."""
+        self._site_at = site_at
+        for name, numbers in self.iterations.items():
+            if numbers[0] in site_at:
+                first, last = (site_at[numbers[n]]("activation") for n in (0, -1))
+                sites = [self.site(name, "activation", t) for t in range(len(numbers))]
+                for t, number in enumerate(numbers):
+                    if site_at[number]("activation").addresses != sites[t].addresses:
+                        raise TraceError(
+                            f"the iterations of a rolled loop have names of different forms: {first}, {last}; "
+                            'loops="unrolled" leaves the loop as it is'
+                        )
+
+    def has_site(self, name: str, kind: Kind) -> bool:
+        """Return whether a value has a site of a kind."""
+        value = self.values[name]
+        is_number = value.fake.is_floating_point() or value.fake.is_complex()
+        return self.iterations[name][0] in self._site_at and (is_number if kind == "activation" else value.has_error)
+
+    def _made_site(self, name: str, kind: Kind, iteration: int) -> Site:
+        first, second = (self._site_at[n](kind) for n in self.iterations[name][:2])
+        strides = tuple(b - a for (_, a), (_, b) in zip(first.addresses, second.addresses, strict=True))
+        before = self.outside[name]
+        return replace(first, iteration=before, strides=strides).at_iteration(before + iteration)
+
+
 LIBRARY.define("loop_forward(Tensor[] tensors, str key) -> Tensor[]")
 LIBRARY.define("loop_backward(Tensor[] tensors, Tensor[] tangents, int[] wanted, str key) -> Tensor[]")
 
@@ -122,7 +182,7 @@ def _backward(tensors: list[Tensor], tangents: list[Tensor], wanted: list[int], 
     """Differentiate a loop; gradients are those of the tensors at the positions ``wanted``."""
     with torch.enable_grad():
         given = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(tensors)]
-        results = [r for r in _forward(given, key) if r.is_floating_point()]
+        results = [r for n, r in enumerate(_forward(given, key)) if _loops[key].is_differentiable(n, r)]
         pairs = [(r, g) for r, g in zip(results, tangents, strict=True) if r.requires_grad]
         outputs, gradients = [r for r, _ in pairs], [g for _, g in pairs]
         found = torch.autograd.grad(outputs, [given[n] for n in wanted], gradients, allow_unused=True)
@@ -132,7 +192,8 @@ def _backward(tensors: list[Tensor], tangents: list[Tensor], wanted: list[int], 
 def _fake_forward(tensors: list[Tensor], key: str) -> list[Tensor]:
     loop = _loops[key]
     carries, inputs, invariants = loop.split(tensors)
-    results = loop.body(*carries, *(x.new_empty(x.shape[1:]) for x in inputs), *invariants)
+    with torch.no_grad():  # a body may set the mode, and set it back to what its iterations begin with
+        results = loop.body(*carries, *(x.new_empty(x.shape[1:]) for x in inputs), *invariants)
     number, length = len(carries), inputs[0].shape[0]
     stacks = [out.new_empty((length, *out.shape)) for out in results[number:]]
     return [*(torch.empty_like(out, memory_format=torch.contiguous_format) for out in results[:number]), *stacks]

@@ -78,6 +78,7 @@ class Iterations:
 
     loop: str  # key of its loop
     spans: tuple[tuple[int, int | None], ...]
+    first: int = 0  # number of its first iteration at the site: of some loops iterations are outside
 
     def of(self, length: int) -> list[int]:
         """Return them, for a number of iterations."""
@@ -106,6 +107,11 @@ class Placed(Generic[_Placed]):
         """The site, of a report at a single one."""
         assert isinstance(self.owner, Site)
         return self.owner
+
+    def site_at(self, number: int) -> Site:
+        """Return the site of one iteration of the loop."""
+        assert self.iterations is not None
+        return self.site.at_iteration(self.iterations.first + number)
 
     @property
     def keys(self) -> tuple[RecordKey, ...]:
@@ -146,8 +152,8 @@ class Placed(Generic[_Placed]):
         return replace(self, report=report, owner=owner, factor=factor, bounds=bounds)
 
     def at_iteration(self: Placed[PlacedReport], number: int, label: str) -> Placed[PlacedReport]:
-        """Return the report of one iteration."""
-        site = self.site.at_iteration(number)
+        """Return the report of one iteration of the loop."""
+        site = self.site_at(number)
         before, after = with_label(str(self.site), label), with_label(str(site), label)
         placed = self.map(site, lambda key: replace(key, site=after) if key.site == before else key)
         bounds = tuple((key, bound[number] if isinstance(bound, Mapping) else bound) for key, bound in placed.bounds)
@@ -349,22 +355,27 @@ def _execution_of(check: PlacedCheck, position: int) -> tuple[int, int, int]:
 
 def _stack_of(records: Iterable[tuple[Site, RecordKey]]) -> Stack:
     """Return the stack of records, in an order that each iteration keeps."""
-    order: list[tuple[RecordKey, int]] = []  # with the number of iteration 0 among the calls
+    order: list[tuple[RecordKey, int, int]] = []  # with the number of iteration 0 among the calls, and the stride
     length, position = 0, 0
+    begin: int | None = None
     for site, key in records:
         assert site.iteration is not None
+        begin = site.iteration if begin is None else min(begin, site.iteration)
         if site.iteration >= length:
             length, position = site.iteration + 1, 0
-        one = replace(key, site=key.site.removesuffix(f"#{site.call}")), site.call - site.iteration
+        base = replace(key, site=key.site.removesuffix(f"#{site.call}"))
+        one = base, site.call - site.iteration * site.stride, site.stride
         if one not in order:
             order.insert(position, one)
         position = order.index(one) + 1
-    return tuple(iterations_of(str(key), call, length) for key, call in order)
+    first = begin or 0
+    return tuple(iterations_of(str(key), call + first * by, length - first, by) for key, call, by in order)
 
 
-def iterations_of(address: str, first: int, length: int) -> tuple[str, ...]:
-    """Return the addresses of a record in successive calls of its site, from an address without a number."""
-    return tuple(f"{address}#{n}" if n else address for n in range(first, first + length))
+def iterations_of(address: str, first: int, length: int, stride: int = 1) -> tuple[str, ...]:
+    """Return the addresses of a record in the calls of a loop, from an address without a number."""
+    numbers = range(first, first + length * stride, stride)
+    return tuple(f"{address}#{n}" if n else address for n in numbers)
 
 
 def _pack_of_all(pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], length: int, label: str) -> Pack:
@@ -375,7 +386,7 @@ def _pack_of_all(pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], le
         placed = first[key]
         assert placed.iterations is not None
         for n in placed.iterations.of(length):
-            keys.append(replace(key, site=with_label(str(placed.site.at_iteration(n)), label)))
+            keys.append(replace(key, site=with_label(str(placed.site_at(n)), label)))
             positions.append(number * length + n)
     return Pack(tuple(keys), pack.num_skips * length, positions=tuple(positions))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -40,6 +41,19 @@ class Value:
     error_layout: Layout | None = None
     loop: str = ""  # name of the loop in whose body it is made; it is a value of each iteration
     has_error: bool = False  # its error came by while the graph was traced, used or not
+
+    @property
+    def returned_by(self) -> list[ModuleCall]:
+        """The module calls that return it, outermost first."""
+        return [c for c in self.calls if c not in self.stored_by and any(c not in use for use in self.used_in)]
+
+    @property
+    def form(self) -> Hashable:
+        """What is equal for the values of a line of code in equal iterations of a loop."""
+        returned, calls = self.returned_by, [call for call in self.calls if call[0]]
+        modules = tuple((call[0], call in returned) for call in calls)
+        given = tuple(self.taps), tuple(self.identities), self.op, modules
+        return *given, self.may_be_infinite, self.is_unused_selection, self.is_part, self.replaces is not None
 
     @property
     def is_bypassed(self) -> bool:

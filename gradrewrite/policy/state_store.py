@@ -199,13 +199,13 @@ class StateStore:
                 stacks.memory[: len(memory)] = memory
                 memory = stacks.memory
                 for part, tensor in stacks.parts.items():
-                    tensor.set_(memory[part.start : part.stop])  # type: ignore[call-overload]
+                    tensor.set_(memory[part.start : part.stop : part.step])  # type: ignore[call-overload]
             stacks.calls |= set(acting)
             stacks.init, stacks.in_use = init, max(stacks.in_use, in_use)
             self._use_rows(site, name, stacks, self._loaded)
             if min(acting) >= stacks.in_use:  # it was made for the trace
                 self._tensors.pop(_key_of_call(site, name, min(acting)), None)
-            return stacks.parts.setdefault(calls, memory[calls.start : calls.stop])
+            return stacks.parts.setdefault(calls, memory[calls.start : calls.stop : calls.step])
 
     def _use_rows(self, site: str, name: str, stacks: _Stacks, loaded: Collection[str] = ()) -> None:
         """Give the rows in use their keys, and those of loaded states."""
@@ -237,7 +237,7 @@ class StateStore:
         write_states([t if t.shape == v.shape else t.narrow(0, 0, len(v)) for t, v in own], values)
         for (site, name), stacks in self._stacks.items():
             for part, tensor in stacks.parts.items():
-                ends = [part.start + len(v) for t, v in zip(targets, values, strict=True) if t is tensor]
+                ends = [part[len(v) - 1] + 1 for t, v in zip(targets, values, strict=True) if t is tensor]
                 if ends and ends[0] > stacks.in_use:
                     stacks.in_use = ends[0]
                     with torch.no_grad():

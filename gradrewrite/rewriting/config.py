@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.state_store import StateStore
@@ -20,6 +21,7 @@ class RewriteConfig:
     dynamic: bool | None = None  # symbolic shapes, as in ``torch.compile``
     methods: tuple[str, ...] = ("forward",)  # of the model that have an entry point; ``forward`` stands for a call
     regions: tuple[str, ...] = ()  # patterns of names of modules that are compiled separately
+    loops: Literal["rolled", "unrolled"] | None = None  # what becomes of Python loops
     # The callback of a framework trains with it: one joint graph is kept; rules are checked without a call of the model
     # itself; and what the tracer skips is warned of where a gradient comes from it, for frameworks log and step inside.
     in_framework: bool = False

@@ -26,8 +26,7 @@ def sites_in(loop: Loop, first: int = 0, length: int | None = None) -> Iterable[
     """Yield the sites of a loop, iteration by iteration, up to this length; to the one at hand without it."""
     for iteration in range(first, fake_tensors.hint_of(loop.length) if length is None else length):
         for kind in KINDS:
-            for name in loop.values:
-                yield loop.site(name, kind, iteration)
+            yield from (loop.site(name, kind, iteration) for name in loop.values if loop.has_site(name, kind))
 
 
 def is_acting(answers: Sequence[Answered], measured: Measured) -> bool:
@@ -63,6 +62,13 @@ class IterationClass:
     answered: Mapping[int, tuple[Insertion, ...]]  # by iteration
     tables: tuple[Table, ...] = ()
 
+    def calls(self, length: int) -> range:
+        """Return the numbers of this many iterations of the loop among the calls of the site."""
+        number, stride = self.site.iteration, self.site.stride
+        assert number is not None
+        first = self.site.call - (number - self.iterations.first) * stride
+        return range(first, first + length * stride, stride)
+
     def answer(self, insertion: Insertion, iteration: int) -> Insertion:
         """Return the answer of an iteration in the place of an insertion."""
         return self.answered[iteration][self.insertions.index(insertion)]
@@ -70,6 +76,8 @@ class IterationClass:
 
 def classes_of(loop: Loop, answers: Answers, name: str, kind: Kind, measured: Measured) -> list[IterationClass]:
     """Return the classes of iterations with answers at a value."""
+    if not loop.has_site(name, kind):
+        return []
     length = loop.num_answered
     known: dict[Hashable, dict[int, tuple[Insertion, ...]]] = {}
     for n in range(length):
@@ -81,7 +89,7 @@ def classes_of(loop: Loop, answers: Answers, name: str, kind: Kind, measured: Me
         if own[first]:
             site = loop.site(name, kind, first)
             insertions, tables = _tabulated(own, site)
-            iterations = Iterations(loop.key, _spans(list(own), length))
+            iterations = Iterations(loop.key, _spans(list(own), length), loop.outside.get(name, 0))
             classes.append(IterationClass(site, insertions, iterations, len(own) == length, own, tables))
     return classes
 

@@ -88,9 +88,9 @@ def trace_body(loop: Loop, given: Sequence[Tensor], wanted: Collection[int] | No
         rows += [torch.empty(t.shape[1:], dtype=t.dtype, device=t.device) for t in inputs]
         rows += [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in invariants]
         results = loop.body(*rows)
-        floating = [n for n, r in enumerate(results) if r.is_floating_point()]
+        floating = [n for n, r in enumerate(results) if loop.is_differentiable(n, r)]
         tangents = [torch.empty(results[n].shape, dtype=results[n].dtype, device=results[n].device) for n in floating]
-    differentiable = [n for n, t in enumerate(carries) if t.is_floating_point()]
+    differentiable = [n for n, t in enumerate(carries) if loop.is_differentiable(n, t)]
     asked = [] if wanted is None else [*differentiable, *sorted(n for n in wanted if n >= len(carries))]
 
     def joint(*tensors: Tensor) -> list[Any]:
@@ -309,6 +309,7 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
     fixed = {saved[n] for n in still}
     inner = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    num_inputs = len(tangents) - num_carries - num_states + len(moving)
     for node in (*tangents, *(saved[n] for n in moving), *(saved[n] for n in still)):
         copies[node] = inner.placeholder(node.name)
         copies[node].meta = dict(node.meta)
@@ -318,13 +319,16 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
         if node.op == "call_function" and node in kept:
             copies[node] = inner.node_copy(node, lambda n: copies[n])
     stacks = list(dict.fromkeys([*inside[num_carries:], *emitted, *further]))
+    if not num_inputs:  # a loop has as many iterations as its inputs have rows
+        last = inner.find_nodes(op="placeholder")[num_carries + num_states - 1]
+        editing.input_behind(last, "counter", tangents[0].meta["val"].new_empty((), dtype=torch.bool))
     inner.output(tuple(copies[node] for node in (*inside[:num_carries], *states, *stacks)))
     num_tangents = sum(n < loop.num_carries for n in body.floating)
     assert num_tangents == num_carries
     code = _code(
         fx.GraphModule(backward, inner),
         num_carries + num_states,
-        len(tangents) - num_carries - num_states + len(moving),
+        max(1, num_inputs),
         (False,) * (num_carries + num_states),
         not loop.is_reversed,
         engine,

@@ -66,6 +66,7 @@ class LoopCalls:
         saved = [self._stack(found, inputs, known, made) for found in parts.saved]
         number, moving = code.num_carries - len(body.carried), parts.num_moving
         carries, inputs_ = [*tangents[:number], *body.carried], [*tangents[number:], *tables, *saved[:moving]]
+        inputs_ = inputs_ or [inputs[0].new_empty((inputs[0].shape[0],), dtype=torch.bool)]
         outputs = call(code, carries, inputs_, saved[moving:])
         states, stacks = outputs[number : code.num_carries], outputs[code.num_carries :]
         of_inputs = [stacks[n] for n in parts.inputs_at]

@@ -12,11 +12,12 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, fake_tensors
 from gradrewrite._utils.grouping import grouped
+from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.ir import editing, markers
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import OP_LOOP, LoopCode, hold_code
 from gradrewrite.ir.marked_graph import MarkedJointGraph
-from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward, loop_of
+from gradrewrite.ir.marked_loops import Loop, RolledLoop, loop_backward, loop_forward, loop_of
 from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.outputs import Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
@@ -59,20 +60,34 @@ def insert_in_loops(
         grouped((loop_of(n).key, n) for n in canvas.graph.find_nodes(op="call_function", target=target))
         for target in (loop_forward, loop_backward)
     )
+    insertions: list[_Insertion] = []
     for loop in marked.loops:
-        answers = {site: ask(site) for site in sites_in(loop)}
-        found.answers |= answers
-        ahead = sites_in(loop, fake_tensors.hint_of(loop.length), loop.num_answered)
-        possible = answers | {site: ask(site) for site in ahead}
         own, back = forwards.get(loop.key, []), backwards.get(loop.key, [])
         if len(own) > 1 or len(back) > 1:  # one for each tensor inside of a tensor subclass
+            answers = {site: ask(site) for site in sites_in(loop)}
+            found.answers |= answers
             found.of_subclasses |= answers
             found.anchors |= dict.fromkeys(answers, Anchor(own[0].name, -1))
             found.codes.append(loop)
         elif own:
-            insertion = _Insertion(canvas, config, loop, own[0], back[0] if back else None, found)
-            insertion.run(possible, measured, marked.engine)
+            insertions.append(_Insertion(canvas, config, loop, own[0], back[0] if back else None, found))
+        else:
+            found.answers |= {site: ask(site) for site in sites_in(loop)}
+    _name_rolled(marked)
+    for insertion in insertions:
+        insertion.run(ask, measured, marked.engine)
     return found
+
+
+def _name_rolled(marked: MarkedJointGraph) -> None:
+    """Name the values of Python loops, now that their bodies are traced."""
+    rolled = [loop for loop in marked.loops if isinstance(loop, RolledLoop)]
+    for loop in rolled:
+        loop.share_facts(marked.values)
+    if rolled:
+        site_at = name_values(marked.values, marked.call, marked.counts)
+        for loop in rolled:
+            loop.name_sites(site_at)
 
 
 def run_loops_in(marked: MarkedJointGraph, config: RewriteConfig) -> tuple[LoopCode | Loop, ...]:
@@ -112,8 +127,13 @@ class _Insertion:
         self._tables: list[Table] = []
         self._carried: dict[str, tuple[Tensor, fx.Node]] = {}  # states, with the nodes that are read now
 
-    def run(self, answers: Mapping[Site, tuple[Answered, ...]], measured: Measured, engine: str) -> None:
+    def run(self, ask: Ask, measured: Measured, engine: str) -> None:
         """Insert, cut the body, and put its code into the graph."""
+        loop = self._loop
+        own_answers = {site: ask(site) for site in sites_in(loop)}
+        self._found.answers |= own_answers
+        ahead = sites_in(loop, fake_tensors.hint_of(loop.length), loop.num_answered)
+        answers = own_answers | {site: ask(site) for site in ahead}
         activations, errors = read_markers(self._body.graph)
         order = {node: number for number, node in enumerate(self._body.graph.nodes)}
         for name in self._loop.numbers:
@@ -230,10 +250,10 @@ class _Insertion:
         found: dict[int, tuple[fx.Node, fx.Node, Tensor, str]] = {}  # values before and behind, table, key
         held = [(own, key, self._store.held(key)) for own, key in self._states]  # before they become rows of a stack
         for own, key, tensor in held:
-            site, first, name = own.site, self._loop.first_call, key.removeprefix(f"{own.site}")
-            acting = [first + n for n in own.iterations.of(length)]
-            calls = range(first, first + length)
-            states = self._store.stack(f"{site.kind}:{site.name}", name, calls, acting, first + at_hand)
+            site, name, calls = own.site, key.removeprefix(f"{own.site}"), own.calls(length)
+            acting = [calls[n] for n in own.iterations.of(length)]
+            in_use = own.calls(at_hand)[-1] + 1
+            states = self._store.stack(f"{site.kind}:{site.name}", name, calls, acting, in_use)
             given, last, *_ = found.get(id(states), (None, None))  # classes of iterations share the states of a name
             given = self._read_by_iteration(tensor, states, tensor, given)
             last = last or given
@@ -275,7 +295,8 @@ class _Insertion:
         live = editing.live_tensors(self._body.graph)
         lifted = editing.lift_live(self._body.gm)
         self._body.live = [live[name] for name, _ in lifted]
-        editing.move_inputs(self._body.graph, len(lifted), self._body.num_given)
+        if lifted:
+            editing.move_inputs(self._body.graph, len(lifted), self._body.num_given)
 
     def _emit(self, parts: LoopParts, packs: Sequence[tuple[Pack, bool]], kept: Sequence[bool]) -> None:
         """Put the code of the loop in the place of its operators."""
@@ -335,9 +356,9 @@ class _Insertion:
             name = calls[edit.site.traits.in_forward]
             inserted = tuple(f"{name}.{node}" for node in edit.nodes if node in bodies[name])
             for n in own.iterations.of(fake_tensors.hint_of(self._loop.length)):
-                site = edit.site.at_iteration(n)
+                site = edit.site.at_iteration(own.iterations.first + n)
                 keys = tuple(replace(key, site=with_label(str(site), self._label)) for key in edit.records)
-                nodes = inserted if n == own.site.iteration else ()
+                nodes = inserted if site == own.site else ()
                 action = own.answer(edit.insertion, n).action
                 outer.edits.append(replace(edit, site=site, action=action, nodes=nodes, records=keys))
         for site in sites_in(self._loop):
