@@ -12,12 +12,34 @@ from gradrewrite._compat.dynamo_cache import compiling
 from gradrewrite._compat.versions import needed_for
 
 with needed_for("the operators of a graph are overloads"):
+    from torch._ops import HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
+with needed_for("calls of operators can be watched"):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether an operator takes functions."""
+    return isinstance(target, HigherOrderOperator)
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+class RandomNoted(TorchDispatchMode):
+    """Notes whether an operator draws random numbers."""
+
+    is_random: bool = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            # Attention without dropout draws nothing.
+            takes_dropout = any(a.name == "dropout_p" for a in func._schema.arguments)
+            self.is_random |= not takes_dropout or given.get("dropout_p", 0.0) != 0
+        return func(*args, **(kwargs or {}))
 
 
 def draws_numbers(node: fx.Node) -> bool:

@@ -35,12 +35,13 @@ def find_repetitions(kinds: Sequence[Hashable], least: int = 3) -> list[Repetiti
     end = 0
     for place, kind in enumerate(kinds):
         seen[kind] += 1
-        if place < end:
+        if place < end or len(places[kind]) < least:
             continue
         later = islice(places[kind], seen[kind], seen[kind] + _TRIED)
         loops = [Repetition(place, other - place, _repetitions(kinds, place, other - place)) for other in later]
-        best = max(loops, key=lambda loop: (loop.end, loop.turns), default=None)
-        if best is not None and best.turns >= least:
+        long = (loop for loop in loops if loop.turns >= least)
+        best = max(long, key=lambda loop: (loop.end, loop.turns), default=None)
+        if best is not None:
             found.append(best)
             end = best.end
     return found

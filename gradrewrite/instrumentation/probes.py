@@ -130,7 +130,7 @@ def _probe(x: Tensor, number: int) -> None:
 
 
 def add_probe(made: fx.Node, number: int) -> fx.Node:
-    """Add a probe of a value, at the point where the graph inserts."""
+    """Add a probe of a value, at the insertion point of the graph."""
     return made.graph.call_function(_probe, (made, number))
 
 
