@@ -125,7 +125,7 @@ class RolledLoop(Loop):
     _site_at: Mapping[int, Callable[[Kind], Site]] = field(default_factory=dict)
 
     def share_facts(self, values: Sequence[Value]) -> None:
-        """Note what was found of the values of the first iteration at those of the others."""
+        """Copy the facts of the values of the first iteration to those of the others."""
         names = {id(values[numbers[0]]): name for name, numbers in self.iterations.items()}
         for numbers in self.iterations.values():
             first = values[numbers[0]]
@@ -136,7 +136,7 @@ class RolledLoop(Loop):
                 value.same_as = None if same is None else values[same[t]]
 
     def name_sites(self, site_at: Mapping[int, Callable[[Kind], Site]]) -> None:
-        """Give its values their sites; TraceError where their calls are no arithmetic progression."""
+        """Give its values their sites; TraceError for uneven numbers of calls."""
         self._site_at = site_at
         for name, numbers in self.iterations.items():
             if numbers[0] in site_at:

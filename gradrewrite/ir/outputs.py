@@ -78,7 +78,6 @@ class Iterations:
 
     loop: str  # key of its loop
     spans: tuple[tuple[int, int | None], ...]
-    first: int = 0  # number of its first iteration at the site: of some loops iterations are outside
 
     def of(self, length: int) -> list[int]:
         """Return them, for a number of iterations."""
@@ -109,9 +108,10 @@ class Placed(Generic[_Placed]):
         return self.owner
 
     def site_at(self, number: int) -> Site:
-        """Return the site of one iteration of the loop."""
+        """Return the site of one iteration of the loop; iterations before the loop count."""
         assert self.iterations is not None
-        return self.site.at_iteration(self.iterations.first + number)
+        assert self.site.iteration is not None
+        return self.site.at_iteration(self.site.iteration + number - self.iterations.spans[0][0])
 
     @property
     def keys(self) -> tuple[RecordKey, ...]:

@@ -49,7 +49,7 @@ class Value:
 
     @property
     def form(self) -> Hashable:
-        """What is equal for the values of a line of code in equal iterations of a loop."""
+        """A key of the values of a line of code in equal iterations of a loop."""
         returned, calls = self.returned_by, [call for call in self.calls if call[0]]
         modules = tuple((call[0], call in returned) for call in calls)
         given = tuple(self.taps), tuple(self.identities), self.op, modules

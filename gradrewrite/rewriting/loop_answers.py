@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors
-from gradrewrite.ir.marked_loops import Loop
+from gradrewrite.instrumentation.naming import name_values
+from gradrewrite.ir.marked_graph import MarkedJointGraph
+from gradrewrite.ir.marked_loops import Loop, RolledLoop
 from gradrewrite.ir.outputs import Iterations
 from gradrewrite.policy.actions import insertion_at
 from gradrewrite.policy.insertions import Insertion, Omitted, ReplaceTensor
@@ -27,6 +29,17 @@ def sites_in(loop: Loop, first: int = 0, length: int | None = None) -> Iterable[
     for iteration in range(first, fake_tensors.hint_of(loop.length) if length is None else length):
         for kind in KINDS:
             yield from (loop.site(name, kind, iteration) for name in loop.values if loop.has_site(name, kind))
+
+
+def name_rolled(marked: MarkedJointGraph) -> None:
+    """Name the values of Python loops, now that their bodies are traced."""
+    rolled = [loop for loop in marked.loops if isinstance(loop, RolledLoop)]
+    for loop in rolled:
+        loop.share_facts(marked.values)
+    if rolled:
+        site_at = name_values(marked.values, marked.call, marked.counts)
+        for loop in rolled:
+            loop.name_sites(site_at)
 
 
 def is_acting(answers: Sequence[Answered], measured: Measured) -> bool:
@@ -64,10 +77,14 @@ class IterationClass:
 
     def calls(self, length: int) -> range:
         """Return the numbers of this many iterations of the loop among the calls of the site."""
-        number, stride = self.site.iteration, self.site.stride
-        assert number is not None
-        first = self.site.call - (number - self.iterations.first) * stride
+        stride = self.site.stride
+        first = self.site.call - self.iterations.spans[0][0] * stride
         return range(first, first + length * stride, stride)
+
+    def site_at(self, iteration: int) -> Site:
+        """Return the site of an iteration of the loop."""
+        assert self.site.iteration is not None
+        return self.site.at_iteration(self.site.iteration + iteration - self.iterations.spans[0][0])
 
     def answer(self, insertion: Insertion, iteration: int) -> Insertion:
         """Return the answer of an iteration in the place of an insertion."""
@@ -89,7 +106,7 @@ def classes_of(loop: Loop, answers: Answers, name: str, kind: Kind, measured: Me
         if own[first]:
             site = loop.site(name, kind, first)
             insertions, tables = _tabulated(own, site)
-            iterations = Iterations(loop.key, _spans(list(own), length), loop.outside.get(name, 0))
+            iterations = Iterations(loop.key, _spans(list(own), length))
             classes.append(IterationClass(site, insertions, iterations, len(own) == length, own, tables))
     return classes
 

@@ -12,12 +12,11 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, fake_tensors
 from gradrewrite._utils.grouping import grouped
-from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.ir import editing, markers
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import OP_LOOP, LoopCode, hold_code
 from gradrewrite.ir.marked_graph import MarkedJointGraph
-from gradrewrite.ir.marked_loops import Loop, RolledLoop, loop_backward, loop_forward, loop_of
+from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward, loop_of
 from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.outputs import Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
@@ -31,7 +30,7 @@ from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.insertion_points import InsertionPoint
-from gradrewrite.rewriting.loop_answers import IterationClass, Table, classes_of, sites_in
+from gradrewrite.rewriting.loop_answers import IterationClass, Table, classes_of, name_rolled, sites_in
 from gradrewrite.rewriting.loop_bodies import LoopParts, partition, trace_body
 from gradrewrite.rewriting.loop_calls import LoopCalls, flat
 from gradrewrite.sites import Site
@@ -73,21 +72,10 @@ def insert_in_loops(
             insertions.append(_Insertion(canvas, config, loop, own[0], back[0] if back else None, found))
         else:
             found.answers |= {site: ask(site) for site in sites_in(loop)}
-    _name_rolled(marked)
+    name_rolled(marked)
     for insertion in insertions:
         insertion.run(ask, measured, marked.engine)
     return found
-
-
-def _name_rolled(marked: MarkedJointGraph) -> None:
-    """Name the values of Python loops, now that their bodies are traced."""
-    rolled = [loop for loop in marked.loops if isinstance(loop, RolledLoop)]
-    for loop in rolled:
-        loop.share_facts(marked.values)
-    if rolled:
-        site_at = name_values(marked.values, marked.call, marked.counts)
-        for loop in rolled:
-            loop.name_sites(site_at)
 
 
 def run_loops_in(marked: MarkedJointGraph, config: RewriteConfig) -> tuple[LoopCode | Loop, ...]:
@@ -110,10 +98,9 @@ class _Insertion:
     ) -> None:
         self._outer, self._loop, self._found = outer, loop, found
         self._forward, self._backward = forward, backward
-        given: list[fx.Node] = forward.args[0]  # type: ignore[assignment]
         wanted: list[int] | None = None if backward is None else backward.args[2]  # type: ignore[assignment]
-        self._given, self._wanted = given, wanted or []
-        self._body = trace_body(loop, [node.meta["val"] for node in given], wanted)
+        self._wanted = wanted or []
+        self._body = trace_body(loop, [node.meta["val"] for node in self._given], wanted)
         positions = {node: number for number, node in enumerate(outer.graph.nodes)}
         self._orders = {True: positions[forward], False: positions.get(backward, 0)}
         label = config.label()
@@ -126,6 +113,12 @@ class _Insertion:
         self._new_states: list[tuple[str, Tensor]] = []  # of all iterations, that are set
         self._tables: list[Table] = []
         self._carried: dict[str, tuple[Tensor, fx.Node]] = {}  # states, with the nodes that are read now
+
+    @property
+    def _given(self) -> list[fx.Node]:
+        """The arguments of the loop: other loops before it may have replaced them since it was traced."""
+        given: list[fx.Node] = self._forward.args[0]  # type: ignore[assignment]
+        return given
 
     def run(self, ask: Ask, measured: Measured, engine: str) -> None:
         """Insert, cut the body, and put its code into the graph."""
@@ -302,7 +295,8 @@ class _Insertion:
         """Put the code of the loop in the place of its operators."""
         graph, forward, backward = self._outer.graph, self._forward, self._backward
         code = LoopCalls(parts)
-        nodes, new = editing.compute(graph, code.forward, self._given, forward, "is_forward")
+        given = list(self._given)
+        nodes, new = editing.compute(graph, code.forward, given, forward, "is_forward")
         for node in new:
             node.meta |= {key: forward.meta[key] for key in _OF_CHECKPOINTS if key in forward.meta}
         results, further, made = code.split_forward(nodes)
@@ -315,7 +309,7 @@ class _Insertion:
         if backward is not None:
             values = ForwardValues(graph)
             tangents: list[fx.Node] = backward.args[1]  # type: ignore[assignment]
-            inputs = [*tangents, *self._given, *map(values.for_backward, made)]
+            inputs = [*tangents, *given, *map(values.for_backward, made)]
             is_live = self._body.live or self._body.tables
             tag = "must_be_in_backward" if is_live else "is_backward"
             nodes, new = editing.compute(graph, code.backward, inputs, backward, tag)
@@ -356,7 +350,7 @@ class _Insertion:
             name = calls[edit.site.traits.in_forward]
             inserted = tuple(f"{name}.{node}" for node in edit.nodes if node in bodies[name])
             for n in own.iterations.of(fake_tensors.hint_of(self._loop.length)):
-                site = edit.site.at_iteration(own.iterations.first + n)
+                site = own.site_at(n)
                 keys = tuple(replace(key, site=with_label(str(site), self._label)) for key in edit.records)
                 nodes = inserted if site == own.site else ()
                 action = own.answer(edit.insertion, n).action
