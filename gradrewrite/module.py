@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ def transform(
     loss_scale: torch.amp.GradScaler | Tensor | None = None,
     methods: Sequence[str] = ("forward",),
     regions: str | Sequence[str] = (),
+    loops: Literal["rolled", "unrolled"] | None = None,
     inplace: bool = False,
 ) -> RewrittenModule:
     """Give a model a policy for its backward pass.
@@ -73,6 +74,10 @@ def transform(
             separately, and regions of equal structure and equal answers share what is compiled. Names, patterns and
             records are those of the whole model; ``fullgraph`` applies to each region. What is outside of all regions
             runs as plain PyTorch and has step sites alone; ``explain().outside`` lists it.
+        loops: What becomes of loops. By default ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM`` are loops over time, and loops
+            in Python are unrolled. ``"rolled"`` compiles one iteration of these, where they are equal: names, records
+            and gradients stay those of the unrolled loop, but for rounding in the gradients of weights, and
+            ``explain()`` tells of each loop. ``"unrolled"`` does not look for loops in Python.
         inplace: Rewrite the given object itself: its class changes, and it is returned. ``restore`` undoes it.
 
     Returns:
@@ -81,8 +86,8 @@ def transform(
     Raises:
         TypeError: ``model`` is no module, or one that cannot be traced; it has a policy already; ``loss_scale`` is
             neither scaler nor tensor; or ``inplace`` with a class that has ``__slots__``.
-        ValueError: The model has no method of a name in ``methods``, a pattern in ``regions`` matches no module, or a
-            bound in a rule is a tensor that is negative.
+        ValueError: The model has no method of a name in ``methods``, a pattern in ``regions`` matches no module, a
+            bound in a rule is a tensor that is negative, or ``loops`` is none of these.
         PolicyError: ``policy`` is none. What it answers is checked at the first training forward, or in ``trace``.
 
     Example:
@@ -102,7 +107,9 @@ def transform(
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"regions is a pattern of names of modules, as 'layers.*', or several, got {regions!r}")
     patterns = tuple(patterns)
-    config = RewriteConfig(policy, scale, fullgraph, dynamic, _checked_methods(model, methods), patterns)
+    if loops not in (None, "rolled", "unrolled"):
+        raise ValueError(f'loops is "rolled", "unrolled" or None, got {loops!r}')
+    config = RewriteConfig(policy, scale, fullgraph, dynamic, _checked_methods(model, methods), patterns, loops)
     return _rewritten(model, config, monitor_or_new(monitor), inplace=inplace)
 
 

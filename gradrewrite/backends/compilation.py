@@ -36,6 +36,7 @@ from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions
 from gradrewrite.instrumentation.naming import number_loops
 from gradrewrite.instrumentation.probes import calls_around, erase_notes, insert_probes, region_call, tracing
 from gradrewrite.instrumentation.recurrent import find_recurrent, run_as_operators, sizes_of_lengths
+from gradrewrite.instrumentation.rolling import LoopReport, find_long_loops, roll_loops
 from gradrewrite.ir import editing, encoded_nodes, partitioning
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
@@ -157,6 +158,7 @@ def marking(
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
         name = "" if region is None else region.name
         compilation.values = insert_probes(gm, session.names, masks, returned, region=name)
+        compilation.roll_python_loops(gm)
         _warn_of_nested_regions(session, gm)
         gm.recompile()
         try:
@@ -187,6 +189,7 @@ class GraphCompilation:
     forwards: PendingForwards | None = None  # None where nothing is checked
     asked: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
     loops: tuple[Loop, ...] = ()  # in the order of the forward
+    python_loops: Sequence[LoopReport] = ()  # rolled or not, in the order of the forward
     codes: tuple[LoopCode | Loop, ...] = ()  # their bodies
     calls_before: Mapping[str, int] = field(default_factory=dict)  # in other graphs of the forward, by name
     part: PartOfForward | None = None  # None for a graph of a whole call of the model, or of a region
@@ -246,6 +249,16 @@ class GraphCompilation:
                 for loop in one.loops:
                     loop.is_marked = True
             one.replace()
+
+    def roll_python_loops(self, gm: fx.GraphModule) -> None:
+        """Roll the Python loops of the Dynamo graph, or note the long ones."""
+        if not torch.is_grad_enabled() or self.session.config.loops == "unrolled":
+            return
+        if self.session.config.loops == "rolled":
+            loops, self.python_loops = roll_loops(gm, self.values)
+            self.loops += tuple(loops)
+        else:
+            self.python_loops = find_long_loops(gm, self.values)
 
     def _ask_inside(self, loop: Loop) -> None:
         """Ask the policy at the sites of a loop, and beyond its length as long as answers have known forms."""
@@ -403,8 +416,9 @@ class GraphCompilation:
         named = self.result.sites, self.result.edits, self.result.out_of_reach, str(self.region or ""), answered
         count = Counter(loss for _, loss in self.result.copies.values())
         loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
-        not_saved = tuple(self.result.saved.not_saved.items())
-        return GraphReport(self.frame, self.is_whole, *named, self.measured, loss_nodes, self.engine.name, not_saved)
+        not_saved, loops = tuple(self.result.saved.not_saved.items()), tuple(self.python_loops)
+        further = self.measured, loss_nodes, self.engine.name, not_saved, loops
+        return GraphReport(self.frame, self.is_whole, *named, *further)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradrewrite.instrumentation.rolling import LoopReport
 from gradrewrite.ir.edits import Edit, told_once
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.sites import Site
@@ -29,6 +30,8 @@ class GraphReport:
             the backward of each loss by itself.
         engine: ``"inductor"`` for compiled code, ``"aot_eager"`` for a graph that runs op by op.
         not_saved: Where the policy may act on saved tensors, the values that are none, each with the reason.
+        loops: Python loops that the tracer has unrolled, rolled again or not (``loops=``). Without ``loops=``, those of
+            32 iterations or more.
     """
 
     frame: str
@@ -42,6 +45,7 @@ class GraphReport:
     loss_nodes: tuple[int, ...] = ()
     engine: str = "inductor"
     not_saved: tuple[tuple[Site, str], ...] = ()
+    loops: tuple[LoopReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Explanation:
             lines.append(f"graph {number} ({where}): {len(graph.sites)} sites, {len(graph.edits)} edits")
             of_losses = [f"{number} of loss {loss}" for loss, number in enumerate(graph.loss_nodes)]
             lines += [f"  nodes in the backward of each loss by itself: {', '.join(of_losses)}"] * bool(of_losses)
+            lines += [f"  {loop}" for loop in graph.loops]
             lines += [f"  {where}: {edit.action!r}" for where, edit in told_once(graph.edits)]
             lines += [f"  {site}: out of reach, nothing was inserted" for site in graph.out_of_reach]
         lines += [f"skipped: {line}" for line in self.skipped]
