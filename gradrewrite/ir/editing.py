@@ -17,6 +17,7 @@ from gradrewrite._compat import aot_autograd, combined_kernels, fake_tensors, ma
 from gradrewrite.ir import markers
 
 LIVE = "_live_tensor_"
+AGAIN = "_computed_again"
 _STORED = "gradrewrite_stored"  # in the metadata of nodes
 
 
@@ -160,6 +161,34 @@ def insert_copy(
         set_argument(copy, name, value)
     _describe(copy, "is_backward")
     combined_kernels.mark(copy)
+    return copy
+
+
+def read_from_forward(node: fx.Node, before: fx.Node, computed: fx.Node | None) -> fx.Node:
+    """Add a saved input to a backward, before another one.
+
+    ``node`` is the value in the forward; ``computed`` the node of the backward that has computed it, if there is one.
+    """
+    with before.graph.inserting_before(before):
+        placeholder = before.graph.placeholder(node.name)
+    placeholder.meta = dict(node.meta)
+    if computed is not None:
+        computed.replace_all_uses_with(placeholder)
+        before.graph.erase_node(computed)
+    return placeholder
+
+
+def copy_from_forward(node: fx.Node, inputs: Mapping[fx.Node, fx.Node], graph: fx.Graph) -> fx.Node:
+    """Copy a node of the forward to a backward, behind its inputs there.
+
+    Its name ends in ``AGAIN``, as no other one does.
+    """
+    read = [inputs[given] for given in node.all_input_nodes]
+    first = next(other for other in graph.nodes if other.op != "placeholder")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+    with graph.inserting_before(max([first, *(own.next for own in read if own.op != "placeholder")])):
+        copy = graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}{AGAIN}")
+    copy.meta = dict(node.meta)
     return copy
 
 

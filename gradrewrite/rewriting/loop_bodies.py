@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, fake_tensors, make_fx
+from gradrewrite._compat import aot_autograd, fake_tensors, make_fx, operators
 from gradrewrite.errors import TraceError
 from gradrewrite.ir import editing
 from gradrewrite.ir.loop_code import LoopCode, code_for
 from gradrewrite.ir.marked_loops import Loop
+from gradrewrite.rewriting.loop_saved import save_less, saved_nodes
 
 aten = torch.ops.aten
 Given = Literal["input", "invariant", "before", "after", "output"]
@@ -154,8 +155,11 @@ class LoopParts:
         return [*known, *self.hoisted(*known)]
 
 
-def partition(body: JointBody, engine: str) -> LoopParts:
-    """Cut the joint graph of an iteration into its parts; it has no markers any more."""
+def partition(body: JointBody, given: Sequence[fx.Node], engine: str) -> LoopParts:
+    """Cut the joint graph of an iteration into its parts; it has no markers any more.
+
+    ``given`` are the arguments of the loop in the graph around it.
+    """
     gm = body.gm
     gm.graph.eliminate_dead_code()
     hoisted = _hoist(gm, body.num_moving, body.num_given)
@@ -165,7 +169,8 @@ def partition(body: JointBody, engine: str) -> LoopParts:
         return _forward_alone(body, hoisted, engine)
     forward, backward = aot_autograd.min_cut_partition(gm, (), num_fwd_outputs=num_forward)
     _express_sizes(backward, body.num_given)
-    parts = _cut_forward(body, hoisted, forward, backward, engine)
+    saved = _saved(body, given, forward, backward)
+    parts = _cut_forward(body, hoisted, forward, saved, engine)
     _cut_backward(parts, forward, backward, engine)
     return parts
 
@@ -175,7 +180,21 @@ def _forward_alone(body: JointBody, hoisted: fx.GraphModule, engine: str) -> Loo
     editing.return_instead(body.graph, outputs)
     for node in body.graph.find_nodes(op="placeholder")[-body.num_given :] if body.num_given else ():
         editing.erase(node)
-    return _cut_forward(body, hoisted, body.gm, None, engine)
+    return _cut_forward(body, hoisted, body.gm, [], engine)
+
+
+def _saved(
+    body: JointBody, given: Sequence[fx.Node], forward: fx.GraphModule, backward: fx.GraphModule
+) -> list[fx.Node]:
+    """Return the saved nodes of a forward; the backward computes others again."""
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    results = editing.outputs_of(forward.graph.output_node())[: body.num_results + body.num_forward]
+    carried = list(zip(placeholders[: body.loop.num_carries], results, strict=False))
+    free = placeholders[body.num_moving :]
+    inputs = zip(body.loop.split(placeholders)[1], body.loop.split(given)[1], strict=True)
+    free += (node for node, outer in inputs if operators.memory_of(outer).op == "placeholder")  # a view of an input
+    saved = saved_nodes(forward, backward, body.num_given)
+    return save_less(forward, backward, saved, carried, results, free)
 
 
 def _hoist(gm: fx.GraphModule, num_moving: int, num_tangents: int) -> fx.GraphModule:
@@ -228,7 +247,7 @@ def _express_sizes(backward: fx.GraphModule, num_tangents: int) -> None:
 
 
 def _cut_forward(
-    body: JointBody, hoisted: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule | None, engine: str
+    body: JointBody, hoisted: fx.GraphModule, forward: fx.GraphModule, saves: Sequence[fx.Node], engine: str
 ) -> LoopParts:
     loop, graph = body.loop, forward.graph
     placeholders = graph.find_nodes(op="placeholder")
@@ -261,7 +280,7 @@ def _cut_forward(
         return found
 
     own_results = [placed_result(node) for node in results]
-    saved = [place(node) for node in _saved_by(forward, backward, body.num_given)]
+    saved = [place(node) for node in saves]
     editing.return_instead(graph, [*carried, *stacks])
     reads = [n - num_moving for n, node in enumerate(placeholders) if n >= num_moving and node.users]
     for n, node in enumerate(placeholders):
@@ -270,16 +289,6 @@ def _cut_forward(
     code = _code(forward, number, body.num_inputs, tuple(stacked), loop.is_reversed, engine)
     num_hoisted = len(editing.outputs_of(hoisted.graph.output_node()))
     return LoopParts(body, hoisted, code, None, num_hoisted, reads, own_results, saved)
-
-
-def _saved_by(forward: fx.GraphModule, backward: fx.GraphModule | None, num_tangents: int) -> list[fx.Node]:
-    """Return the nodes of a forward that a backward reads, in the order of its inputs."""
-    if backward is None:
-        return []
-    known = [*forward.graph.find_nodes(op="placeholder"), *editing.outputs_of(forward.graph.output_node())]
-    by_name = {node.name: node for node in known if isinstance(node, fx.Node)}
-    placeholders = backward.graph.find_nodes(op="placeholder")
-    return [by_name[node.name] for node in placeholders[: len(placeholders) - num_tangents]]
 
 
 def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphModule, engine: str) -> None:
@@ -298,7 +307,7 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
     tangents = [*tangents[:num_carries], *tangents[len(tangents) - num_states :], *tangents[num_carries:]]
     tangents = tangents[: len(tangents) - num_states]
     inside, of_invariants = gradients[: num_carries + of_inputs], gradients[num_carries + of_inputs :]
-    kept = _needed_for([*inside, *further, *states])
+    kept = needed_for([*inside, *further, *states])
     tail = [node for node in graph.nodes if node.op == "call_function" and node not in kept]
     read = [n for node in tail for n in node.all_input_nodes if n not in set(tail)]
     read = list(dict.fromkeys([*read, *(node for node in of_invariants if node not in set(tail))]))
@@ -357,7 +366,8 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
     parts.tail = behind
 
 
-def _needed_for(nodes: Iterable[Any]) -> set[fx.Node]:
+def needed_for(nodes: Iterable[Any]) -> set[fx.Node]:
+    """Return these nodes, and all that they are computed from."""
     found: set[fx.Node] = set()
     waiting = [node for node in nodes if isinstance(node, fx.Node)]
     while waiting:

@@ -152,7 +152,7 @@ class _Insertion:
         editing.add_outputs(self._body.graph, [last for _, last in self._carried.values()])
         self._canvas.erase_unused()
         self._lift_live()
-        parts = partition(self._body, engine)
+        parts = partition(self._body, self._given, engine)
         self._emit(parts, packs, kept)
 
     def _insert(self, own: IterationClass, point: InsertionPoint) -> fx.Node:

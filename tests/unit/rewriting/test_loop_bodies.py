@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors
 from gradrewrite.ir import editing
 from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward
-from gradrewrite.rewriting.loop_bodies import partition, trace_body
+from gradrewrite.rewriting.loop_bodies import JointBody, LoopParts, partition, trace_body
 from gradrewrite.rewriting.loop_calls import LoopCalls
 
 
@@ -28,6 +28,11 @@ def gated(h: Tensor, c: Tensor, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor
 
 def unused(h: Tensor, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return h * b, x * 2
+
+
+def cut(body: JointBody) -> LoopParts:
+    """Cut a body of a loop whose arguments are inputs of the graph."""
+    return partition(body, body.graph.find_nodes(op="placeholder"), "aot_eager")
 
 
 CASES: dict[str, tuple[Any, int]] = {"linear": (linear, 1), "gated": (gated, 2), "unused": (unused, 1)}
@@ -51,7 +56,7 @@ def test_against_autograd(name: str, length: int, is_reversed: bool) -> None:
 
     body = trace_body(loop, fake_tensors.fakes_of(tensors), wanted)
     editing.erase_markers(body.graph)
-    calls = LoopCalls(partition(body, "aot_eager"))
+    calls = LoopCalls(cut(body))
     own, further, made = calls.split_forward(calls.forward(*tensors))
     found = calls.backward(*tangents, *tensors, *made)
 
@@ -64,7 +69,7 @@ def test_against_autograd(name: str, length: int, is_reversed: bool) -> None:
 def test_values_of_weights_alone_are_computed_once() -> None:
     loop = Loop("linear", fx.symbolic_trace(linear), 1, 1, False, 5)
     tensors = [torch.randn(*s) for s in ((3, 4), (5, 3, 4), (4, 4), (4,))]
-    parts = partition(trace_body(loop, fake_tensors.fakes_of(tensors), range(4)), "aot_eager")
+    parts = cut(trace_body(loop, fake_tensors.fakes_of(tensors), range(4)))
     inside = {str(node.target) for node in parts.forward.body.graph.nodes}
 
     assert {str(node.target) for node in parts.hoisted.graph.nodes} >= {"aten.relu.default"}
@@ -75,7 +80,7 @@ def test_values_of_weights_alone_are_computed_once() -> None:
 def test_gradients_of_weights_are_formed_behind_the_loop() -> None:
     loop = Loop("linear", fx.symbolic_trace(linear), 1, 1, False, 5)
     tensors = [torch.randn(*s) for s in ((3, 4), (5, 3, 4), (4, 4), (4,))]
-    parts = partition(trace_body(loop, fake_tensors.fakes_of(tensors), range(4)), "aot_eager")
+    parts = cut(trace_body(loop, fake_tensors.fakes_of(tensors), range(4)))
     assert parts.backward is not None
     products = parts.backward.body.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
 
