@@ -108,7 +108,8 @@ def transform(
         raise TypeError(f"regions is a pattern of names of modules, as 'layers.*', or several, got {regions!r}")
     patterns = tuple(patterns)
     if loops not in (None, "rolled", "unrolled"):
-        raise ValueError(f'loops is "rolled", "unrolled" or None, got {loops!r}')
+        layers = '; regions="layers.*" compiles a stack of equal modules once' if isinstance(loops, dict) else ""
+        raise ValueError(f'loops is "rolled", "unrolled" or None, got {loops!r}{layers}')
     config = RewriteConfig(policy, scale, fullgraph, dynamic, _checked_methods(model, methods), patterns, loops)
     return _rewritten(model, config, monitor_or_new(monitor), inplace=inplace)
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import autograd, fake_tensors, operators
 from gradrewrite._compat.mode_nodes import MODES, autocast_around, enter_autocast, exit_autocast, set_grad_enabled
-from gradrewrite._utils.repetitions import find_repetitions
+from gradrewrite._utils.repetitions import Repetition, find_repetitions
 from gradrewrite.instrumentation.dynamo_nodes import changed_in_place, fake_of, op_name
 from gradrewrite.instrumentation.probes import probed
 from gradrewrite.instrumentation.source_locations import source_of
@@ -127,7 +127,11 @@ def find_stretches(
     kinds = [_kind_of(node, values, live) for node in nodes]
     found: list[Stretch] = []
     end = 0
-    places = [*find_repetitions(kinds, least), (len(nodes), 0, 0)]
+    outer = find_repetitions(kinds, least)
+    places = [
+        *(one for loop in outer for one in _finest(nodes, kinds, loop, values, least)),
+        Repetition(len(nodes), 0, 0),
+    ]
     for number, (first, period, turns) in enumerate(places):
         if explains:
             found += _unequal_stretches(nodes[end:first], kinds[end:first], values, least)
@@ -136,6 +140,27 @@ def find_stretches(
             end += 1
         found += [Stretch(nodes[first:end], period, turns)] * bool(period)
     return [stretch for stretch in found if not stretch.is_taking]
+
+
+def _finest(
+    nodes: Sequence[fx.Node], kinds: Sequence[Hashable], outer: Repetition, values: Sequence[Value], least: int
+) -> list[Repetition]:
+    """Return a loop, or the loops in each of its iterations.
+
+    The latter where these leave fewer nodes, and can be rolled.
+    """
+    inner = find_repetitions(kinds[outer.first : outer.first + outer.period], least)
+    left = outer.period - sum(loop.period * (loop.turns - 1) for loop in inner)
+    if left * outer.turns >= outer.period:
+        return [outer]
+    starts = range(outer.first, outer.end, outer.period)
+    found = [loop._replace(first=start + loop.first) for start in starts for loop in inner]
+    try:
+        for first, period, turns in found:
+            plan_loop(Stretch(list(nodes[first : first + period * turns]), period, turns), values, least)
+    except NotRolled:
+        return [outer]
+    return found
 
 
 def _unequal_stretches(
@@ -157,7 +182,7 @@ def _difference(a: fx.Node, b: fx.Node, values: Sequence[Value]) -> str:
     if first is not None and second is not None:
         names = [values[n].calls[-1][0] if values[n].calls else "" for n in (first, second)]
         if names[0] != names[1]:
-            return f"iterations run other modules ({names[0]}, {names[1]})"
+            return f"iterations run other modules ({names[0]}, {names[1]}), of which regions= compiles equal ones once"
         return f"values of {values[first].op} are used in different ways"
     forms = [fake_of(node) for node in (a, b)]
     if forms[0] is not None and forms[1] is not None and _form_of(forms[0]) != _form_of(forms[1]):

@@ -125,6 +125,17 @@ def two_before_in_list(s: Any, x: Tensor) -> Tensor:
 
 
 @case()
+def refined(s: Any, x: Tensor) -> Tensor:
+    """Long loops in a short one: each of them is rolled."""
+    states = list(x.unbind(1))
+    for _ in range(4):
+        h = x[:, 0]
+        for t in range(STEPS):
+            h = states[t] = s.a(h + states[t]).tanh()
+    return torch.stack(states).square().sum()
+
+
+@case()
 def nested(s: Any, x: Tensor) -> Tensor:
     h = x[:, 0]
     for t in range(STEPS):
