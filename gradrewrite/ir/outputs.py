@@ -114,6 +114,11 @@ class Placed(Generic[_Placed]):
         return self.site.at_iteration(self.site.iteration + number - self.iterations.spans[0][0])
 
     @property
+    def is_kept(self) -> bool:
+        """Whether it is a kept tensor."""
+        return isinstance(self.report, Kept)
+
+    @property
     def keys(self) -> tuple[RecordKey, ...]:
         """The keys of its records in packed tensors, in their order."""
         if isinstance(self.report, Kept):
@@ -238,7 +243,7 @@ class BackwardOutputs:
     @cached_property
     def ops(self) -> tuple[SiteOp, ...]:
         """The ops of the recorded activations and errors."""
-        owners = (p.owner for p in self.placed if not isinstance(p.report, Kept))
+        owners = (p.owner for p in self.placed if not p.is_kept)
         found = dict.fromkeys(SiteOp.of(site) for site in owners if isinstance(site, Site) and site.op)
         return tuple(replace(one, name=with_label(one.name, self.label)) for one in found)
 
@@ -299,7 +304,7 @@ class BackwardOutputs:
         The lengths of loops are those of the tensors.
         """
         of_packs = [(own, self._rolled.get(own.keys[0])) for own in self.packs]
-        of_kept = [p.iterations for p in self.placed if isinstance(p.report, Kept)]
+        of_kept = [p.iterations for p in self.placed if p.is_kept]
         found = [(its, len(t) // len(own.keys)) for (own, its), t in zip(of_packs, packs, strict=True)]
         found += [(its, 0 if its is None else len(t)) for its, t in zip(of_kept, kept, strict=True)]
         sizes = [(its.loop, length) for its, length in found if its is not None]
@@ -319,7 +324,7 @@ class BackwardOutputs:
             own if its is None else _pack_of_all(own, first, lengths[its.loop], self.label)
             for own, its in zip(self.packs, loops, strict=True)
         ]
-        of_kept = {id(p): n for n, p in enumerate(p for p in self.placed if isinstance(p.report, Kept))}
+        of_kept = {id(p): n for n, p in enumerate(p for p in self.placed if p.is_kept)}
         placed: list[Placed[PlacedReport]] = []
         rows: list[tuple[int, int | None]] = []
         for loop, own in itertools.groupby(self.placed, lambda p: "" if p.iterations is None else p.iterations.loop):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,25 +13,29 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import collectives, fake_tensors, operators
-from gradrewrite._utils.tensors import computable, tensors_in
 from gradrewrite.ir import markers
 from gradrewrite.ir.attribution import attribute_nodes
 from gradrewrite.ir.inputs import GraphInput
+from gradrewrite.ir.loop_code import code_of
 from gradrewrite.ir.markers import number_of
-from gradrewrite.ir.mask_infinities import has_infinite_literal, is_added, propagates
+from gradrewrite.ir.mask_infinities import is_added
 from gradrewrite.numerics.measuring import OPAQUE
+from gradrewrite.replay.loop_observation import LoopObserver, ObservedLoop, RootInside
+from gradrewrite.replay.observations import (
+    Observing,
+    Order,
+    SiteObservation,
+    ValueState,
+    has_nan,
+    is_finite,
+    merged,
+    observation,
+)
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
 
-@dataclass(slots=True)
-class _State:
-    is_bad: bool = False
-    is_expected: bool = False
-    overwritten: str = ""
-
-
-def replay(snapshot: StepSnapshot, failed: Mapping[str, Site]) -> ReplayResult:
+def replay(snapshot: StepSnapshot, failed: Mapping[str, Sequence[Site]]) -> ReplayResult:
     """Replay a step op by op, and check every value; change nothing of the user's.
 
     ``failed``: sites of failed checks by the node that they looked at. Roots are left out that lead neither to one
@@ -55,12 +60,11 @@ class _Plain(fx.Interpreter):
         return operators.run_node(n, *self.fetch_args_kwargs_from_env(n))
 
 
-class _Replay(fx.Interpreter):
+class _Replay(Observing):
     """An interpreter of a replay graph that notes non-finite values."""
 
-    def __init__(self, snapshot: StepSnapshot, failed: Mapping[str, Site]) -> None:
+    def __init__(self, snapshot: StepSnapshot, failed: Mapping[str, Sequence[Site]]) -> None:
         super().__init__(snapshot.replay_graph.graph)
-        self.extra_traceback = False  # the error of a node stays as it is
         replay_graph = snapshot.replay_graph
         self._snapshot = snapshot
         self._replay_graph = replay_graph
@@ -74,9 +78,10 @@ class _Replay(fx.Interpreter):
         returned = self._output.args[0]
         assert isinstance(returned, list | tuple)
         self._gradients = {site: returned[at] for at, site in replay_graph.gradients.items()}
-        self._states: dict[fx.Node, _State] = {}
+        self._loops: dict[fx.Node, ObservedLoop] = {}
         self._result = ReplayResult()
         self._failed = failed
+        self._failed_sites = {site for sites in failed.values() for site in sites}
         self._positions = self._positions_of_sites()
         self._given = self._given_values()
 
@@ -96,24 +101,23 @@ class _Replay(fx.Interpreter):
             return None
         value = self._call(n, self.env) if n.op == "call_function" else super().run_node(n)
         if n.op == "placeholder":
-            self._states[n] = self._state_of_given(n, value, self._given[n][1])
+            self.states[n] = self._state_of_given(n, value, self._given[n][1])
         elif n.op == "get_attr":
-            self._states[n] = _State(is_expected=not _is_finite(value) and not _has_nan(value))
-        site = self._failed.get(n.name)
-        if site is not None and isinstance(value, Tensor):
-            order = self._positions.get(site, self._order[n])
-            self._look_at(site, n, value, order)
+            self.states[n] = ValueState(is_expected=not is_finite(value) and not has_nan(value))
+        for site in self._failed.get(n.name, ()):
+            if isinstance(value, Tensor):
+                self._look_at(site, n, value, self._positions.get(site, (self._order[n],)))
         return value
 
-    def _positions_of_sites(self) -> dict[Site, int]:
+    def _positions_of_sites(self) -> dict[Site, Order]:
         """Positions of the sites in the order of execution."""
-        positions = {site: self._order[node] for site, node in self._gradients.items()}
+        positions: dict[Site, Order] = {site: (self._order[node],) for site, node in self._gradients.items()}
         for node in self._nodes:
             if (
                 node.target in (markers.mark_activation, markers.mark_error)
                 and (site := self._marked_site(node)) is not None
             ):
-                positions[site] = self._order[node]
+                positions[site] = (self._order[node],)
         return positions
 
     def _marked_site(self, marker: fx.Node) -> Site | None:
@@ -135,102 +139,141 @@ class _Replay(fx.Interpreter):
                 self._result.overwritten = name
         return given
 
-    def _state_of_given(self, node: fx.Node, value: Any, overwritten: str) -> _State:
-        if _is_finite(value):
-            return _State(overwritten=overwritten)
+    def _state_of_given(self, node: fx.Node, value: Any, overwritten: str) -> ValueState:
+        if is_finite(value):
+            return ValueState(overwritten=overwritten)
         known = self._replay_graph.inputs.get(node.name)
         is_expected = known is not None and known.role != "parameter" and fake_tensors.is_mask(value) and is_added(node)
-        return _State(not is_expected, is_expected, overwritten)
+        return ValueState(not is_expected, is_expected, overwritten)
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        reads = [self._states[n] for n in node.all_input_nodes if n in self._states]
         if node.target in OPAQUE:  # a measurement, from which nothing is computed before the records are packed
-            self._states[node] = _State()
+            self.states[node] = ValueState()
             return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node.target in (markers.mark_activation, markers.mark_error):
             result = values[node.all_input_nodes[0]]
-            self._states[node] = self._states[node.all_input_nodes[0]]
+            self.states[node] = self.states[node.all_input_nodes[0]]
             self._look_at_marker(node, result)
             return result if node.target is markers.mark_error else None
         if collectives.is_collective(node):  # an average: other processes may not replay this step
-            self._states[node] = self._states[node.all_input_nodes[0]]
+            self.states[node] = self.states[node.all_input_nodes[0]]
             return values[node.all_input_nodes[0]]
-        result = operators.run_node(node, args, kwargs)
-        needed = [self._states[n] for n in operators.nodes_that_matter(node) if n in self._states]
-        state = _State(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))
-        if not _is_finite(result):
-            masks = [values[n] for n in node.all_input_nodes if n in self._states and self._states[n].is_expected]
-            is_written = has_infinite_literal(node) or propagates(node, result, masks)
-            state.is_expected = is_written and not _has_nan(result) and not any(s.is_bad for s in reads)
-            state.is_bad = not state.is_expected
-        self._states[node] = state
+        result = self.observed(node, values)
+        if node.name in self._replay_graph.loops:
+            self._look_inside(node, values)
+        elif node.target is operator.getitem and node.args[0] in self._loops:
+            self.states[node] = self._loops[node.args[0]].results[node.args[1]]  # type: ignore[index]
         return result
+
+    def _look_inside(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
+        """Observe the iterations of a loop."""
+        is_forward = node.name not in self._replay_graph.backward
+        replayed, failed = self._replay_graph.loops[node.name], self._failed.get(node.name, ())
+        given: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        observer = LoopObserver(code_of(node), replayed, failed, is_forward=is_forward)
+        states = [self.states.get(n, ValueState()) for n in given]
+        found = observer.observe(node.name, self._order[node], [values[n] for n in given], states)
+        self._result.seen += found.seen
+        self._loops[node] = found
+        self.states[node] = merged(found.results)
 
     def _look_at_marker(self, marker: fx.Node, value: Tensor) -> None:
         site = self._marked_site(marker)
-        if site is not None and site not in self._failed.values():
-            self._look_at(site, marker.all_input_nodes[0], value, self._order[marker])
+        if site is not None and site not in self._failed_sites:
+            self._look_at(site, marker.all_input_nodes[0], value, (self._order[marker],))
 
     def _look_at_gradients(self, values: Mapping[fx.Node, Any]) -> None:
         for site, node in self._gradients.items():
-            if isinstance(node, fx.Node) and site not in self._failed.values():
-                self._look_at(site, node, values[node], self._order[node])
+            if isinstance(node, fx.Node) and site not in self._failed_sites:
+                self._look_at(site, node, values[node], (self._order[node],))
 
-    def _look_at(self, site: Site, node: fx.Node, value: Tensor, order: int) -> None:
-        if not value.is_floating_point() and not value.is_complex():
-            return
-        value = _numbers_of(value)
-        at_fault = torch.isnan(value) if site.may_be_infinite else torch.isfinite(value).logical_not()
-        bad = 0 if self._states[node].is_expected else int(at_fault.sum())
-        size = value.detach().abs()
-        finite = size[torch.isfinite(size)]
-        smallest = float(finite.amin()) if finite.numel() else float("nan")
-        largest = float(finite.amax()) if finite.numel() else float("nan")
-        percent = 100.0 * bad / max(value.numel(), 1)
-        is_forward = site.traits.in_forward
-        self._result.seen.append(SiteObservation(site, order, is_forward, percent, smallest, largest, node.name))
+    def _look_at(self, site: Site, node: fx.Node, value: Tensor, order: Order) -> None:
+        self._result.seen += observation(site, node.name, value, order, self.states[node])
 
     def _find_roots(self) -> list[RootCause]:
-        bad = {node for node, state in self._states.items() if state.is_bad}
-        targets = {node for node in bad if node.name in self._failed} | (bad & set(self._output.all_input_nodes))
-        leads: set[fx.Node] = set()
-        roots = []
+        """Return the roots that lead to a failed check or to an output of the graph."""
+        bad = self.bad()
+        leads = {node for node in bad if node.name in self._failed} | (bad & set(self._output.all_input_nodes))
+        leads |= {node for node, found in self._loops.items() if found.failed}
+        roots: dict[fx.Node, RootInside | None] = {}
         for node in reversed(self._nodes):
-            if node not in bad or (node not in targets and leads.isdisjoint(node.users)):
+            if node not in leads:
                 continue
-            leads.add(node)
-            if not any(read in bad for read in node.all_input_nodes):
-                roots.append(node)
-        return [self._root(node, bad) for node in reversed(roots)]
+            read, inside, loop = self._origins_of(node, bad)
+            leads.update(read)
+            if inside:
+                roots[loop] = min(
+                    [*inside, *filter(None, [roots.get(loop)])],
+                    key=lambda root: (not (place := self._place_of(loop, root))[1], place[0]),
+                )
+            elif not read and node not in self._loops:
+                roots[node] = None
+        return [self._root(node, inside, bad) for node, inside in reversed(roots.items())]
 
-    def _root(self, node: fx.Node, bad: set[fx.Node]) -> RootCause:
+    def _origins_of(self, node: fx.Node, bad: set[fx.Node]) -> tuple[list[fx.Node], list[RootInside], fx.Node]:
+        """Return the origins of a bad value: nodes, and ops inside a loop, with the loop."""
+        is_result = node.target is operator.getitem and node.args[0] in self._loops
+        loop: fx.Node = node.args[0] if is_result else node  # type: ignore[assignment]
+        if loop not in self._loops:
+            return [n for n in node.all_input_nodes if n in bad], [], loop
+        found, given = self._loops[loop], loop.args[0]
+        assert isinstance(given, list | tuple)
+        origins = found.origins[node.args[1]] if is_result else found.failed  # type: ignore[index]
+        read = [node for n, node in enumerate(given) if n in origins and node in bad]
+        return read, [n for n in origins if isinstance(n, RootInside)], loop
+
+    def _root(self, node: fx.Node, inside: RootInside | None, bad: set[fx.Node]) -> RootCause:
         reached, todo = set(), [node]
         while todo:
             at = todo.pop()
             if at.name not in reached:
                 reached.add(at.name)
                 todo += [user for user in at.users if user in bad]
-        is_forward = node.name not in self._replay_graph.backward and node.name not in self._replay_graph.tangents
-        op, source, came_in = "", "", ""
-        if node.op == "placeholder":
-            came_in = self._describe_given(node)
-        elif node.name in self._replay_graph.actions:
-            edit = self._replay_graph.actions[node.name]
-            op = f"{edit.site.name}: {edit.action!r}"
-        else:
-            site = self._replay_graph.activations.get(self._ops.get(node, -1))
-            op, source = (f"{site.module}/{site.op}", site.source) if site is not None else (str(node.target), "")
+        order, is_forward = self._place_of(node, inside)
+        if inside is not None and is_forward:
+            reached.add(self._call_of(node, inside).name)
+        op, source = self._op_at(node, inside) if node.op != "placeholder" else ("", "")
         return RootCause(
-            order=self._order[node],
+            order=order,
             is_forward=is_forward,
             op=op,
             source=source,
-            came_in=came_in,
+            came_in=self._describe_given(node) if node.op == "placeholder" else "",
             given=self._replay_graph.inputs.get(node.name),
             reached=frozenset(reached),
-            overwritten=self._states[node].overwritten,
+            overwritten=self.states[node].overwritten,
         )
+
+    def _place_of(self, node: fx.Node, inside: RootInside | None) -> tuple[Order, bool]:
+        """Return the place of a root, and whether it is one of the forward."""
+        if inside is None:
+            known = self._replay_graph
+            return (self._order[node],), node.name not in known.backward and node.name not in known.tangents
+        replayed, call = self._replay_graph.loops[node.name], self._call_of(node, inside)
+        is_forward = call.name not in self._replay_graph.backward
+        number = inside.iteration if is_forward else inside.number
+        position = replayed.positions.get(replayed.name_in_body(inside.node), 0)
+        return (self._order[call], number, position), is_forward
+
+    def _call_of(self, loop: fx.Node, inside: RootInside) -> fx.Node:
+        """Return the loop of a root: its forward for a node of that, even if the backward computes it again."""
+        replayed = self._replay_graph.loops[loop.name]
+        if replayed.name_in_body(inside.node) not in replayed.of_forward:
+            return loop
+        return next(node for node in self._loops if self._replay_graph.loops[node.name] is replayed)
+
+    def _op_at(self, node: fx.Node, inside: RootInside | None) -> tuple[str, str]:
+        """Return the op of a node and its line; in a loop those of a node of its body."""
+        known, edit = self._replay_graph, self._replay_graph.actions.get(node.name)
+        site = known.activations.get(self._ops.get(node, -1))
+        if inside is not None:
+            replayed = known.loops[node.name]
+            name = replayed.name_in_body(inside.node)
+            edit = replayed.actions.get(name, {}).get(inside.iteration)
+            site = replayed.site_of_op(name, inside.iteration)
+        if edit is not None:
+            return f"{edit.site.name}: {edit.action!r}", ""
+        return (f"{site.module}/{site.op}", site.source) if site is not None else (str(node.target), "")
 
     def _describe_given(self, node: fx.Node) -> str:
         if node.name in self._replay_graph.tangents:
@@ -262,46 +305,11 @@ def _apart(snapshot: StepSnapshot, values: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _is_finite(value: Any) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in _inexact_in(value))
-
-
-def _has_nan(value: Any) -> bool:
-    return any(bool(torch.isnan(t).any()) for t in _inexact_in(value))
-
-
-def _inexact_in(value: Any) -> list[Tensor]:
-    """Return the tensors of inexact numbers, as torch can test them."""
-    return [_numbers_of(t) for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
-
-
-def _numbers_of(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor, those of eight bits in float32; of a sparse one those that it holds."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce().values()
-    elif tensor.layout is not torch.strided:
-        tensor = tensor.to_dense() if tensor.is_mkldnn else tensor.values()
-    return computable(tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class SiteObservation:
-    """The values of a site in a replay."""
-
-    site: Site
-    order: int  # position in the order of execution
-    is_forward: bool  # whether it belongs to the forward
-    percent: float  # share of elements that are not finite, in percent; expected infinities are not counted
-    smallest: float  # smallest absolute value; NaN if it is empty
-    largest: float  # largest absolute value of the finite elements; NaN if there are none
-    node: str  # name of the value
-
-
 @dataclass(frozen=True, slots=True)
 class RootCause:
     """A root cause of non-finite values: an op, or a graph input."""
 
-    order: int  # position in the order of execution
+    order: Order  # position in the order of execution
     is_forward: bool  # whether it belongs to the forward
     op: str  # ``module/op`` of the op that was run, forward or backward; ``""`` for what came in
     source: str  # line of that op

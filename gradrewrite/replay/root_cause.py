@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import get_args
 
 from gradrewrite._compat import collectives
+from gradrewrite._utils.grouping import grouped
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import NonFiniteError, PrecedingSite
 from gradrewrite.ir.outputs import PlacedCheck
 from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.ir.reports import OnFailure
-from gradrewrite.replay.interpreter import ReplayResult, RootCause, SiteObservation, replay
+from gradrewrite.replay.interpreter import ReplayResult, RootCause, replay
+from gradrewrite.replay.observations import Order, SiteObservation
 from gradrewrite.replay.step_snapshot import CheckedGraph
 from gradrewrite.sites import Site
 
@@ -60,9 +62,9 @@ def analyse(step: int, graphs: Sequence[CheckedGraph], modes: Collection[str]) -
         return analyse_checks(step, graphs, modes, f"the step could not be replayed: {reason}")
 
 
-def _nodes_of(checks: Sequence[PlacedCheck]) -> dict[str, Site]:
+def _nodes_of(checks: Sequence[PlacedCheck]) -> dict[str, list[Site]]:
     """Return the sites of checks by the nodes that they look at."""
-    return {check.seen.node: check.site for check in checks if check.seen is not None}
+    return grouped((check.seen.node, check.site) for check in checks if check.seen is not None)
 
 
 def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> NonFiniteError | None:
@@ -71,7 +73,7 @@ def find_anywhere(step: int, graphs: Sequence[CheckedGraph]) -> NonFiniteError |
     return _from_replays(step, graphs, get_args(OnFailure), results) if any(r.roots for r in results) else None
 
 
-def _replay(graph: CheckedGraph, failed: Mapping[str, Site]) -> ReplayResult:
+def _replay(graph: CheckedGraph, failed: Mapping[str, Sequence[Site]]) -> ReplayResult:
     if graph.snapshot is None and graph.outputs.checks:
         raise RuntimeError("its inputs have been let go, or were never known")
     if graph.snapshot is None:
@@ -86,7 +88,7 @@ def _from_replays(
 ) -> NonFiniteError:
     last = len(graphs) - 1
 
-    def position(number: int, item: RootCause | SiteObservation) -> tuple[bool, int, int]:
+    def position(number: int, item: RootCause | SiteObservation) -> tuple[bool, int, Order]:
         return (not item.is_forward, last - number if item.is_forward else number, item.order)
 
     roots = sorted(((position(n, r), n, r) for n, e in enumerate(results) for r in e.roots), key=lambda entry: entry[0])
@@ -101,14 +103,10 @@ def _from_replays(
     if not roots:
         return analyse_checks(step, graphs, modes, _ELSEWHERE if any(map(_averages, graphs)) else _DID_NOT_FAIL)
     _, number, root = roots[0]
-    inside = _first_inside(graphs[number], modes, root)
-    if inside is not None:
-        error = analyse_checks(step, graphs, modes)
-        error.op, error.source = inside.name, inside.source
-        return error
     seen = sorted(((position(n, s), n, s) for n, e in enumerate(results) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
-    first = next(((n, s) for n, s in bad if n == number and s.node in root.reached), None)
+    behind = [(n, s) for n, s in bad if n == number and position(n, s) >= position(n, root)]
+    first = next(((n, s) for n, s in behind if s.node in root.reached), None)
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
         error = analyse_checks(step, graphs, modes)
         error.op, error.source, error.cause = root.op, root.source, root.came_in
@@ -127,16 +125,6 @@ def _from_replays(
         note=f"{stale} was overwritten since the forward: figures that rest on it are those of now" if stale else "",
         rank=this_rank(),
     )
-
-
-def _first_inside(graph: CheckedGraph, modes: Collection[str], root: RootCause) -> Site | None:
-    """Return the site of the first failed check inside a loop that ran before a root cause."""
-    if graph.snapshot is None:
-        return None
-    order = {node.name: n for n, node in enumerate(graph.snapshot.replay_graph.graph.graph.nodes)}
-    failed = [c for c in graph.failed(modes) if c.site.iteration is not None and c.seen is not None]
-    sites = [c.site for c in failed if c.seen is not None and order.get(c.seen.node, root.order + 1) <= root.order]
-    return sites[0] if sites else None
 
 
 def _counts(root: RootCause, number: int, last: int) -> bool:

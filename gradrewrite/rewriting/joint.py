@@ -195,7 +195,7 @@ def _copy_for_replay(rewrite: _Rewrite) -> None:
     canvas = rewrite.canvas
     if canvas.packing.has_checks or rewrite.is_replayed:
         points = rewrite.separated.points_of(rewrite.points)
-        found = make_replay_graph(canvas, points, rewrite.marked, rewrite.plain)
+        found = make_replay_graph(canvas, points, rewrite.marked, rewrite.plain, rewrite.loops.replayed)
         rewrite.replay_graph, rewrite.counters = found
     of_parts = canvas.reducing_edits({point.site for point in rewrite.points if point.is_part})
     first: dict[Site, Edit] = {}

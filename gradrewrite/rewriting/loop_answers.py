@@ -11,9 +11,11 @@ from torch import Tensor
 
 from gradrewrite._compat import fake_tensors
 from gradrewrite.instrumentation.naming import name_values
+from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.marked_loops import Loop, RolledLoop
 from gradrewrite.ir.outputs import Iterations
+from gradrewrite.ir.record_key import with_label
 from gradrewrite.policy.actions import insertion_at
 from gradrewrite.policy.insertions import Insertion, Omitted, ReplaceTensor
 from gradrewrite.policy.rules import Answered
@@ -85,6 +87,12 @@ class IterationClass:
         """Return the site of an iteration of the loop."""
         assert self.site.iteration is not None
         return self.site.at_iteration(self.site.iteration + iteration - self.iterations.spans[0][0])
+
+    def edit_at(self, edit: Edit, iteration: int, label: str) -> Edit:
+        """Return an edit as that of one iteration."""
+        site = self.site_at(iteration)
+        keys = tuple(replace(key, site=with_label(str(site), label)) for key in edit.records)
+        return replace(edit, site=site, action=self.answer(edit.insertion, iteration).action, records=keys)
 
     def answer(self, insertion: Insertion, iteration: int) -> Insertion:
         """Return the answer of an iteration in the place of an insertion."""

@@ -11,7 +11,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.attribution import backward_names
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import number_of
-from gradrewrite.ir.replay_graph import ReplayGraph
+from gradrewrite.ir.replay_graph import ReplayGraph, ReplayLoop
 from gradrewrite.rewriting.boundary_counters import insert_boundary_counters
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.insertion_points import InsertionPoint
@@ -19,7 +19,11 @@ from gradrewrite.sites import Kind, Site
 
 
 def make_replay_graph(
-    canvas: Canvas, points: Sequence[InsertionPoint], marked: MarkedJointGraph, plain: Mapping[int, fx.Node]
+    canvas: Canvas,
+    points: Sequence[InsertionPoint],
+    marked: MarkedJointGraph,
+    plain: Mapping[int, fx.Node],
+    loops: Mapping[str, ReplayLoop],
 ) -> tuple[ReplayGraph | None, list[str]]:
     """Count at the boundary of a checked graph, and copy the graph for a replay.
 
@@ -52,6 +56,7 @@ def make_replay_graph(
         is_random=any(operators.is_random(node) for node in canvas.graph.nodes),
         plain={position: node.name for position, node in plain.items()},
         updated=frozenset(node.name for node in _updated_inputs(canvas.graph, plain.values())),
+        loops=loops,
         is_whole=marked.is_whole and marked.is_last,
     )
     return made, counters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,8 +20,7 @@ from gradrewrite.ir.marked_loops import Loop, loop_backward, loop_forward, loop_
 from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.outputs import Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.ir.record_key import with_label
-from gradrewrite.ir.reports import Kept
+from gradrewrite.ir.replay_graph import ReplayLoop
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import Context, refuse
@@ -33,6 +32,7 @@ from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loop_answers import IterationClass, Table, classes_of, name_rolled, sites_in
 from gradrewrite.rewriting.loop_bodies import LoopParts, partition, trace_body
 from gradrewrite.rewriting.loop_calls import LoopCalls, flat
+from gradrewrite.rewriting.loop_replays import describe
 from gradrewrite.sites import Site
 
 Ask = Callable[[Site], tuple[Answered, ...]]
@@ -48,6 +48,7 @@ class InsertedLoops:
     of_subclasses: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)
     nodes: list[str] = field(default_factory=list)  # that carry records out of the graph
     replaced: dict[str, str] = field(default_factory=dict)  # by new node: the operator in whose place it is
+    replayed: dict[str, ReplayLoop] = field(default_factory=dict)  # by the node that runs a loop
 
 
 def insert_in_loops(
@@ -108,6 +109,7 @@ class _Insertion:
         self._canvas.packing.numbering.label = label
         self._label = label
         self._edits: list[tuple[IterationClass, Edit]] = []
+        self._acting: dict[str, int] = {}  # numbers of errors, by the nodes that act on them
         self._store = config.states
         self._states: list[tuple[IterationClass, str]] = []  # with their keys in the first iterations
         self._new_states: list[tuple[str, Tensor]] = []  # of all iterations, that are set
@@ -141,10 +143,13 @@ class _Insertion:
                 for own in classes_of(self._loop, answers, name, "error", measured):
                     point = InsertionPoint(own.site, node, marker, order[marker])
                     point.value = None if forward is None else forward.all_input_nodes[0]
+                    num_edits = len(self._edits)
                     node = self._insert(own, point)
+                    self._acting |= {n: number for _, edit in self._edits[num_edits:] for n in edit.nodes}
                 if node is not first.node:
                     self._canvas.replace(first, node)
         self._canvas.check_states()
+        replayed = describe(self._body, self._acting)
         packs = self._add_records()
         kept = self._add_kept()
         self._add_states()
@@ -153,7 +158,10 @@ class _Insertion:
         self._canvas.erase_unused()
         self._lift_live()
         parts = partition(self._body, self._given, engine)
-        self._emit(parts, packs, kept)
+        self._found.replayed |= dict.fromkeys(self._emit(parts, packs, kept), replayed)
+        for own, edit in self._edits:
+            by_iteration = {n: own.edit_at(edit, n, self._label) for n in self._iterations_of(own)}
+            replayed.actions.update(dict.fromkeys(edit.nodes, by_iteration))
 
     def _insert(self, own: IterationClass, point: InsertionPoint) -> fx.Node:
         """Insert at a value in some iterations; return the result in all of them."""
@@ -230,7 +238,7 @@ class _Insertion:
 
     def _add_kept(self) -> list[bool]:
         """Return kept tensors of an iteration as further outputs; whether each is one of the forward."""
-        placed = [p for p in self._canvas.packing.placed if isinstance(p.report, Kept)]
+        placed = [p for p in self._canvas.packing.placed if p.is_kept]
         found = [p.site.traits.in_forward for p in placed]
         for node, is_forward in zip(self._canvas.packing.kept, found, strict=True):
             self._add_output(self._canvas.current(node), is_forward=is_forward)
@@ -291,8 +299,8 @@ class _Insertion:
         if lifted:
             editing.move_inputs(self._body.graph, len(lifted), self._body.num_given)
 
-    def _emit(self, parts: LoopParts, packs: Sequence[tuple[Pack, bool]], kept: Sequence[bool]) -> None:
-        """Put the code of the loop in the place of its operators."""
+    def _emit(self, parts: LoopParts, packs: Sequence[tuple[Pack, bool]], kept: Sequence[bool]) -> list[str]:
+        """Put the code of the loop in the place of its operators; return the names of its calls."""
         graph, forward, backward = self._outer.graph, self._forward, self._backward
         code = LoopCalls(parts)
         given = list(self._given)
@@ -322,6 +330,7 @@ class _Insertion:
             self._found.codes.append(parts.backward)
             calls[False] = self._note(new, backward)
         self._report(parts, packs, kept, outputs, calls)
+        return list(calls.values())
 
     def _report(
         self,
@@ -349,14 +358,14 @@ class _Insertion:
         for own, edit in self._edits:
             name = calls[edit.site.traits.in_forward]
             inserted = tuple(f"{name}.{node}" for node in edit.nodes if node in bodies[name])
-            for n in own.iterations.of(fake_tensors.hint_of(self._loop.length)):
-                site = own.site_at(n)
-                keys = tuple(replace(key, site=with_label(str(site), self._label)) for key in edit.records)
-                nodes = inserted if site == own.site else ()
-                action = own.answer(edit.insertion, n).action
-                outer.edits.append(replace(edit, site=site, action=action, nodes=nodes, records=keys))
+            for n in self._iterations_of(own):
+                at = own.edit_at(edit, n, self._label)
+                outer.edits.append(replace(at, nodes=inserted if at.site == own.site else ()))
         for site in sites_in(self._loop):
             self._found.anchors[site] = Anchor(calls.get(site.traits.in_forward, calls[True]), -1)
+
+    def _iterations_of(self, own: IterationClass) -> Iterable[int]:
+        return own.iterations.of(fake_tensors.hint_of(self._loop.length))
 
     def _note(self, new: Sequence[fx.Node], replaced: fx.Node) -> str:
         """Note new nodes and the operator that they replace; return the name of the call of the loop among them."""
