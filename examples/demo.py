@@ -106,7 +106,7 @@ def train_text() -> Training:
     for policy in (None, list(exploding_text.POLICY)):
         torch.manual_seed(0)
         net = exploding_text.ExplodingModel()
-        models.append(observed(net) if policy is None else gr.transform(net, policy))
+        models.append(observed(net) if policy is None else gr.transform(net, policy, loops="rolled"))
     models[1].compile()
     losses = []
     for model, name in zip(models, ("plain", "clipped"), strict=True):
@@ -226,6 +226,8 @@ def show_text(console: Console, training: Training, lines: Sequence[str]) -> Non
     for name, losses in zip(("plain", "clipped"), training.losses[0], strict=True):
         first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
         console.print(f"help topics, {name}: loss {first:.3f} -> {last:.3f} nats (means of 10 steps)", highlight=False)
+    for loop in training.clipped.explain().graphs[0].loops:
+        console.print(f"compiled once: {loop}", highlight=False, soft_wrap=True)
     show_edits(console, training.edits)
     console.print(f"{len(lines)} log lines; the first:", *lines[:3], sep="\n  ", highlight=False)
 

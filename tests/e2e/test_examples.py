@@ -19,6 +19,7 @@ EXAMPLES = {
     "character_model": (STEPS, "total_norm@group:default", "character_model.png"),
     "exploding_text": (STEPS, "clipped  loss 4.9", None),
     "char_rnn": ([*STEPS, "--out", "."], "40 steps, error clip    loss 4.8", "40_steps_plain.png"),
+    "simulator": ([*STEPS, "--length", "12", "--out", "."], "error clip    loss 1.46", "simulator_plain.png"),
     "weight_decay": (STEPS, "Adam               L2 ", None),
     "unused_pooler": (["--steps", "24"], "no gradient: bert.pooler.dense.weight", None),
     "distributed_training": (STEPS, "1 processes, outside", None),
