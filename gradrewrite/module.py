@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.step_sites import trace_step
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import Rule, check_policy, parts_of
-from gradrewrite.rewriting.config import RewriteConfig
+from gradrewrite.rewriting.config import Loops, RewriteConfig
 from gradrewrite.rewriting.loss_scale import LossScale
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -44,7 +44,7 @@ def transform(
     loss_scale: torch.amp.GradScaler | Tensor | None = None,
     methods: Sequence[str] = ("forward",),
     regions: str | Sequence[str] = (),
-    loops: Literal["rolled", "unrolled"] | None = None,
+    loops: Loops = None,
     inplace: bool = False,
 ) -> RewrittenModule:
     """Give a model a policy for its backward pass.
@@ -107,9 +107,6 @@ def transform(
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"regions is a pattern of names of modules, as 'layers.*', or several, got {regions!r}")
     patterns = tuple(patterns)
-    if loops not in (None, "rolled", "unrolled"):
-        layers = '; regions="layers.*" compiles a stack of equal modules once' if isinstance(loops, dict) else ""
-        raise ValueError(f'loops is "rolled", "unrolled" or None, got {loops!r}{layers}')
     config = RewriteConfig(policy, scale, fullgraph, dynamic, _checked_methods(model, methods), patterns, loops)
     return _rewritten(model, config, monitor_or_new(monitor), inplace=inplace)
 

@@ -68,8 +68,9 @@ class LoopObserver:
             results = body.results()
             self._look(body, name, (order, k), found)
             for n, known in enumerate(results):
-                is_last = n < len(carries) and not code.stacked[n]
-                returned[n] = [known] if is_last else [*returned[n], known]
+                if n < len(carries) and not code.stacked[n]:  # the last value alone is returned
+                    returned[n].clear()
+                returned[n].append(known)
             carries = [known.contiguous() for known in results[: len(carries)]]
         found.results = [merged(known.state for known in own) for own in returned]
         found.origins = [frozenset().union(*(known.origins for known in own if known.state.is_bad)) for own in returned]

@@ -10,6 +10,8 @@ from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.loss_scale import LossScale
 
+Loops = Literal["rolled", "unrolled"] | None  # what becomes of Python loops
+
 
 @dataclass(frozen=True, slots=True)
 class RewriteConfig:
@@ -21,10 +23,16 @@ class RewriteConfig:
     dynamic: bool | None = None  # symbolic shapes, as in ``torch.compile``
     methods: tuple[str, ...] = ("forward",)  # of the model that have an entry point; ``forward`` stands for a call
     regions: tuple[str, ...] = ()  # patterns of names of modules that are compiled separately
-    loops: Literal["rolled", "unrolled"] | None = None  # what becomes of Python loops
+    loops: Loops = None
     # The callback of a framework trains with it: one joint graph is kept; rules are checked without a call of the model
     # itself; and what the tracer skips is warned of where a gradient comes from it, for frameworks log and step inside.
     in_framework: bool = False
     # Text behind the sites of records, where another model of the same monitor has such names too.
     label: Callable[[], str] = field(default=str, compare=False)
     states: StateStore = field(default_factory=StateStore, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check what becomes of loops; ValueError."""
+        if self.loops not in (None, "rolled", "unrolled"):
+            layers = '; regions="layers.*" compiles a stack of equal modules once' * isinstance(self.loops, dict)
+            raise ValueError(f'loops is "rolled", "unrolled" or None, got {self.loops!r}{layers}')

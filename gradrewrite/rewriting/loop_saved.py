@@ -57,6 +57,7 @@ def save_less(
             kept.update(stacks.get(n, n) for n in read)
             _compute_again(there, chain, read, computed)
     backward.graph.eliminate_dead_code()
+    editing.erase_unused(backward.graph, [own for own in there.values() if own.op == "placeholder"])
     by_input = {own: node for node, own in there.items() if own.op == "placeholder"}
     return [by_input[own] for own in backward.graph.find_nodes(op="placeholder") if own in by_input]
 

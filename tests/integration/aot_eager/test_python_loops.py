@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import gradrewrite as gr
+from gradrewrite.backends.backend import make_backend
+from gradrewrite.backends.engines import AotEager
 from gradrewrite.passes import (
     CheckFinite,
     ClipByGlobalNorm,
@@ -191,6 +193,29 @@ def test_iterations_before_the_loop_count() -> None:
     assert [(site.call, site.iteration) for site in sites] == [(0, None), *((n, n) for n in range(1, 7)), (7, None)]
     (row,) = model.monitor.history("norm@error:head", per="iteration")
     assert row == [model.monitor.latest()[f"norm@{site}"] for site in sites]
+
+
+def test_backends_roll_loops() -> None:
+    policy = gr.on("error:*", Observe("norm"))
+    with float64_by_default():
+        model, inputs = python_loops.Simulator(), python_loops.Simulator.inputs(9)
+        backends = [make_backend(policy, None, AotEager(), loops) for loops in ("rolled", None)]
+        for backend in backends:
+            torch.compile(model, backend=backend)(*inputs).backward()
+
+    rolled, unrolled = (backend.monitor.latest() for backend in backends)
+    assert [loop.reason for loop in backends[0].explain().graphs[0].loops] == [""]
+    assert not backends[1].explain().graphs[0].loops
+    assert rolled == pytest.approx(unrolled, rel=1e-12)
+
+
+@pytest.mark.pure
+def test_other_loops_are_refused() -> None:
+    text = """loops is "rolled", "unrolled" or None, got {'layers': 'layers.*'}; regions="layers.*" compiles a stack"""
+    with pytest.raises(ValueError, match=re.escape(text)):
+        gr.transform(torch.nn.Linear(2, 2), [], loops={"layers": "layers.*"})
+    with pytest.raises(ValueError, match=re.escape("got 'roll'")):
+        gr.backend([], loops="roll")
 
 
 # Bytes kept for the backward, rolled and unrolled, for 20 iterations of batch 3 in float64. The stack of a carry has

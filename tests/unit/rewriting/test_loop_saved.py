@@ -66,7 +66,8 @@ def less(forward: fx.GraphModule, backward: fx.GraphModule, num_results: int, nu
     return names(after)
 
 
-def test_a_result_that_the_backward_computes_again_is_read_from_the_stack() -> None:
+@pytest.mark.parametrize("reads_x", [False, True])
+def test_a_result_that_the_backward_computes_again_is_read_from_the_stack(reads_x: bool) -> None:
     forward = graph_of(
         ["x", "w"],
         [("tanh", aten.tanh.default, ("x",)), ("mul", aten.mul.Tensor, ("tanh", "w"))],
@@ -78,12 +79,12 @@ def test_a_result_that_the_backward_computes_again_is_read_from_the_stack() -> N
             ("tanh", aten.tanh.default, ("x",)),
             ("first", aten.mul.Tensor, ("mul", "tanh")),
             ("second", aten.mul.Tensor, ("first", "tangent")),
-            ("third", aten.add.Tensor, ("second", "x")),
+            ("third", aten.add.Tensor, ("second", "x" if reads_x else "tangent")),
         ],
         ["third"],
     )
 
-    assert less(forward, backward, 1) == ["x", "tanh", "w"]
+    assert less(forward, backward, 1) == ["x"] * reads_x + ["tanh", "w"]
     assert next(n.name for n in backward.graph.nodes if n.op == "call_function") == "mul_computed_again"
 
 
