@@ -110,6 +110,13 @@ class Site:
         addresses = tuple((name, call + moved * stride) for (name, call), stride in own)
         return replace(self, call=self.call + moved * self.stride, iteration=number, addresses=addresses)
 
+    def moved(self, calls: int) -> Site:
+        """Return the site of the same value as many calls later."""
+        if not calls:
+            return self
+        addresses = tuple((name, call + calls) for name, call in self.addresses)
+        return replace(self, call=self.call + calls, addresses=addresses)
+
     @property
     def traits(self) -> KindTraits:
         """The traits of its kind."""

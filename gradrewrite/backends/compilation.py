@@ -239,7 +239,9 @@ class GraphCompilation:
         around = region_call("" if region is None else region.name)
         recurrent = find_recurrent(gm, lambda node: calls_around(node, session.names, around))
         self.loops = tuple(loop for one in recurrent for loop in one.loops)
-        self._fix_lengths()
+        if region is not None or self.calls_before:  # numbers of iterations depend on lengths elsewhere
+            for loop in self.loops:
+                loop.fix()
         number_loops(self.loops, 0 if region is None else region.number, self.calls_before)
         for one in recurrent:
             for loop in one.loops:
@@ -268,6 +270,8 @@ class GraphCompilation:
         is_by_site = any(found.insertion.is_by_site for own in answers.values() for found in own)
         if not is_by_site and all(answers_alike(policy, f"{loop.name}/{value}") for value in loop.values):
             return
+        if sum(other.name == loop.name for other in self.loops) > 1:
+            loop.fix()
         forms = {(site.kind, site.name, answer_form(own)) for site, own in answers.items()}
         length, most = fake_tensors.hint_of(loop.length), loop.length_ahead()
         for number in range(length, most):
@@ -280,14 +284,6 @@ class GraphCompilation:
                 break
             self.asked |= answers
         loop.limit(most)
-
-    def _fix_lengths(self) -> None:
-        """Fix the lengths of loops with length-dependent numbers."""
-        times = Counter(loop.name for loop in self.loops)
-        is_alone = self.region is None and not self.calls_before
-        for loop in self.loops:
-            if not (is_alone and times[loop.name] == 1):
-                loop.length = int(loop.length)  # a guard, where it is a symbol
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Rewrite the joint graph (a graph without gradients only loses its markers)."""

@@ -45,8 +45,11 @@ def name_values(
 def number_loops(loops: Sequence[Loop], calls_before: int, counts: Mapping[str, int]) -> None:
     """Number the iterations of loops, in their order; see ``name_values``."""
     iterations: Counter[str] = Counter()
+    before: dict[str, list[Loop]] = defaultdict(list)
     for loop in loops:
         loop.first_call = iterations[loop.name]
+        loop.before = tuple(before[loop.name])
+        before[loop.name].append(loop)
         iterations[loop.name] += fake_tensors.hint_of(loop.length)
     for loop in loops:
         loop.first_call += calls_before * iterations[loop.name] + counts.get(f"{loop.name}/h", 0)

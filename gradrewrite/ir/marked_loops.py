@@ -42,6 +42,7 @@ class Loop:
     is_marked: bool = False  # something is inserted inside
     numbers: dict[str, int] = field(default_factory=dict)  # of the markers of these values; empty where it has none
     first_call: int = 0  # number of iterations before it, of loops of this name
+    before: tuple[Loop, ...] = ()  # loops of this name before it in the graph; their lengths may change
     most: int | None = None  # the largest length that its code is for; None for every length
     detached: frozenset[int] = frozenset()  # positions of floating results without a gradient
     outside: dict[str, int] = field(default_factory=dict)  # how many iterations of a value are before the loop, if any
@@ -102,6 +103,10 @@ class Loop:
             self.most = self.length_ahead() if most is None else most
             torch._check(self.length <= self.most)  # a guard, where the length is a symbol
         return self.most
+
+    def fix(self) -> None:
+        """Make its length a number; torch compiles another length anew."""
+        self.length = int(self.length)  # a guard, where it is a symbol
 
     def length_ahead(self) -> int:
         """Return the length to ask ahead for; a length that is a number is that one."""

@@ -78,6 +78,11 @@ class Iterations:
 
     loop: str  # key of its loop
     spans: tuple[tuple[int, int | None], ...]
+    before: tuple[tuple[str, int], ...] = ()  # loops of the same name before it: keys, and lengths in its sites' names
+
+    def moved(self, lengths: Mapping[str, int]) -> int:
+        """Return by how many calls its sites move, for the lengths of loops with records; those of others are fixed."""
+        return sum(lengths.get(key, known) - known for key, known in self.before)
 
     def of(self, length: int) -> list[int]:
         """Return them, for a number of iterations."""
@@ -107,11 +112,12 @@ class Placed(Generic[_Placed]):
         assert isinstance(self.owner, Site)
         return self.owner
 
-    def site_at(self, number: int) -> Site:
+    def site_at(self, number: int, lengths: Mapping[str, int]) -> Site:
         """Return the site of one iteration of the loop; iterations before the loop count."""
         assert self.iterations is not None
         assert self.site.iteration is not None
-        return self.site.at_iteration(self.site.iteration + number - self.iterations.spans[0][0])
+        site = self.site.at_iteration(self.site.iteration + number - self.iterations.spans[0][0])
+        return site.moved(self.iterations.moved(lengths))
 
     @property
     def is_kept(self) -> bool:
@@ -156,9 +162,11 @@ class Placed(Generic[_Placed]):
         bounds = tuple((key(old), bound) for old, bound in self.bounds)
         return replace(self, report=report, owner=owner, factor=factor, bounds=bounds)
 
-    def at_iteration(self: Placed[PlacedReport], number: int, label: str) -> Placed[PlacedReport]:
+    def at_iteration(
+        self: Placed[PlacedReport], number: int, lengths: Mapping[str, int], label: str
+    ) -> Placed[PlacedReport]:
         """Return the report of one iteration of the loop."""
-        site = self.site_at(number)
+        site = self.site_at(number, lengths)
         before, after = with_label(str(self.site), label), with_label(str(site), label)
         placed = self.map(site, lambda key: replace(key, site=after) if key.site == before else key)
         bounds = tuple((key, bound[number] if isinstance(bound, Mapping) else bound) for key, bound in placed.bounds)
@@ -321,7 +329,7 @@ class BackwardOutputs:
         first = {key: p for p in self.placed if p.iterations is not None for key in p.keys}
         loops = [self._rolled.get(own.keys[0]) for own in self.packs]
         packs = [
-            own if its is None else _pack_of_all(own, first, lengths[its.loop], self.label)
+            own if its is None else _pack_of_all(own, first, lengths, self.label)
             for own, its in zip(self.packs, loops, strict=True)
         ]
         of_kept = {id(p): n for n, p in enumerate(p for p in self.placed if p.is_kept)}
@@ -331,7 +339,7 @@ class BackwardOutputs:
             members = [(p, None if p.iterations is None else set(p.iterations.of(lengths[loop]))) for p in own]
             for n in range(lengths[loop]) if loop else (None,):
                 acting = [p for p, numbers in members if n is None or (numbers is not None and n in numbers)]
-                placed += (p if n is None else p.at_iteration(n, self.label) for p in acting)
+                placed += (p if n is None else p.at_iteration(n, lengths, self.label) for p in acting)
                 rows += ((of_kept[id(p)], n) for p in acting if id(p) in of_kept)
         return replace(self, packs=tuple(packs), placed=tuple(placed)), rows
 
@@ -383,15 +391,20 @@ def iterations_of(address: str, first: int, length: int, stride: int = 1) -> tup
     return tuple(f"{address}#{n}" if n else address for n in numbers)
 
 
-def _pack_of_all(pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], length: int, label: str) -> Pack:
+def _pack_of_all(
+    pack: Pack, first: Mapping[RecordKey, Placed[PlacedReport]], lengths: Mapping[str, int], label: str
+) -> Pack:
     """Return the layout of a pack of a loop, with the keys of all iterations."""
+    its = first[pack.keys[0]].iterations
+    assert its is not None
+    length = lengths[its.loop]
     keys: list[RecordKey] = []
     positions: list[int] = []
     for number, key in enumerate(pack.keys):
         placed = first[key]
         assert placed.iterations is not None
         for n in placed.iterations.of(length):
-            keys.append(replace(key, site=with_label(str(placed.site_at(n)), label)))
+            keys.append(replace(key, site=with_label(str(placed.site_at(n, lengths)), label)))
             positions.append(number * length + n)
     return Pack(tuple(keys), pack.num_skips * length, positions=tuple(positions))
 

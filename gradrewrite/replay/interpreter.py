@@ -79,6 +79,7 @@ class _Replay(Observing):
         assert isinstance(returned, list | tuple)
         self._gradients = {site: returned[at] for at, site in replay_graph.gradients.items()}
         self._loops: dict[fx.Node, ObservedLoop] = {}
+        self._lengths: dict[str, int] = {}  # by key of the loop
         self._result = ReplayResult()
         self._failed = failed
         self._failed_sites = {site for sites in failed.values() for site in sites}
@@ -170,7 +171,12 @@ class _Replay(Observing):
         is_forward = node.name not in self._replay_graph.backward
         replayed, failed = self._replay_graph.loops[node.name], self._failed.get(node.name, ())
         given: list[fx.Node] = node.args[0]  # type: ignore[assignment]
-        observer = LoopObserver(code_of(node), replayed, failed, is_forward=is_forward)
+        code, loop = code_of(node), replayed.loop
+        if is_forward:
+            self._lengths[loop.key] = len(values[code.split(given)[1][0]])
+        before = ((fake_tensors.hint_of(other.length), other.key) for other in loop.before)
+        moved = sum(self._lengths.get(key, traced) - traced for traced, key in before)
+        observer = LoopObserver(code, replayed, failed, moved, is_forward=is_forward)
         states = [self.states.get(n, ValueState()) for n in given]
         found = observer.observe(node.name, self._order[node], [values[n] for n in given], states)
         self._result.seen += found.seen

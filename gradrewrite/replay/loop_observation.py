@@ -39,8 +39,11 @@ class ObservedLoop:
 class LoopObserver:
     """Runs the body of a loop op by op."""
 
-    def __init__(self, code: LoopCode, replayed: ReplayLoop, failed: Collection[Site], *, is_forward: bool) -> None:
+    def __init__(
+        self, code: LoopCode, replayed: ReplayLoop, failed: Collection[Site], moved: int, *, is_forward: bool
+    ) -> None:
         self._code, self._replayed, self._failed, self._is_forward = code, replayed, failed, is_forward
+        self._moved = moved  # how many calls later its sites are than when it was traced
         self._values = [
             (replayed.positions[node.name], node, name, kind)
             for node in code.body.graph.nodes
@@ -80,7 +83,7 @@ class LoopObserver:
         """Note the values of the sites of an iteration."""
         loop = self._replayed.loop
         for n, node, value, kind in self._values:
-            site, known = loop.site(value, kind, body.iteration), body.known[node]
+            site, known = loop.site(value, kind, body.iteration).moved(self._moved), body.known[node]
             if site in self._failed and known.state.is_bad:
                 found.failed |= known.origins
             found.seen.extend(observation(site, name, known.value, (*order, n), known.state))

@@ -114,7 +114,8 @@ def classes_of(loop: Loop, answers: Answers, name: str, kind: Kind, measured: Me
         if own[first]:
             site = loop.site(name, kind, first)
             insertions, tables = _tabulated(own, site)
-            iterations = Iterations(loop.key, _spans(list(own), length))
+            before = tuple((other.key, fake_tensors.hint_of(other.length)) for other in loop.before)
+            iterations = Iterations(loop.key, _spans(list(own), length), before)
             classes.append(IterationClass(site, insertions, iterations, len(own) == length, own, tables))
     return classes
 

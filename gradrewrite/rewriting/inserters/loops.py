@@ -48,6 +48,7 @@ class InsertedLoops:
     of_subclasses: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)
     nodes: list[str] = field(default_factory=list)  # that carry records out of the graph
     replaced: dict[str, str] = field(default_factory=dict)  # by new node: the operator in whose place it is
+    recording: set[str] = field(default_factory=set)  # keys of loops with records or kept tensors, that have its length
     replayed: dict[str, ReplayLoop] = field(default_factory=dict)  # by the node that runs a loop
 
 
@@ -152,6 +153,7 @@ class _Insertion:
         replayed = describe(self._body, self._acting)
         packs = self._add_records()
         kept = self._add_kept()
+        self._fix_lengths(is_recording=bool(packs or kept))
         self._add_states()
         self._add_tables()
         editing.add_outputs(self._body.graph, [last for _, last in self._carried.values()])
@@ -162,6 +164,14 @@ class _Insertion:
         for own, edit in self._edits:
             by_iteration = {n: own.edit_at(edit, n, self._label) for n in self._iterations_of(own)}
             replayed.actions.update(dict.fromkeys(edit.nodes, by_iteration))
+
+    def _fix_lengths(self, *, is_recording: bool) -> None:
+        """Fix the lengths of loops of the same name before this one, where the names of what it gives need them."""
+        if is_recording:
+            self._found.recording.add(self._loop.key)
+        for other in self._loop.before:
+            if self._states or (is_recording and other.key not in self._found.recording):
+                other.fix()
 
     def _insert(self, own: IterationClass, point: InsertionPoint) -> fx.Node:
         """Insert at a value in some iterations; return the result in all of them."""

@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -568,23 +568,69 @@ def test_a_number_beyond_the_length_warns_once() -> None:
         other(torch.randn(3, BATCH, FEATURES, dtype=torch.float64))
 
 
-def test_numbers_of_a_second_call_at_lengths_that_change() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rec = nn.LSTM(FEATURES, WIDTH).double()
+class Twice(nn.Module):
+    """A layer over two sequences, the second one with the states of the first."""
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            first, states = self.rec(x)
-            return first.square().sum() + self.rec(y, states)[0].sum()
+    def __init__(self) -> None:
+        super().__init__()
+        self.rec = nn.LSTM(FEATURES, WIDTH).double()
 
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, states = self.rec(x)
+        return first.square().sum() + self.rec(y, states)[0].sum()
+
+
+def odd_calls(site: gr.Site) -> Any:
+    return Observe("norm") if site.kind == "error" and site.op == "h" and site.call % 2 else None
+
+
+def named(address: str, numbers: Iterable[int]) -> list[str]:
+    return [f"{address}#{n}" if n else address for n in numbers]
+
+
+@pytest.mark.parametrize(
+    ("policy", "graphs", "record"),
+    [
+        (gr.on("error:rec.l0/h", Observe("norm")), 1, "norm@error:rec.l0/h"),
+        (gr.on("error:rec.l0/[hc]", ClipByNorm(1e-3)), 1, "norm@error:rec.l0/c"),
+        (gr.on("activation:rec.l0/*", Observe("norm")), 1, "norm@activation:rec.l0/gates"),
+        ([gr.on("error:rec.l0/h", Scale(0.5)), gr.on("error:rec.l0/h", Observe("norm"))], 1, "norm@error:rec.l0/h"),
+        (gr.on("error:rec.l0/h#3", Observe("norm")), 4, ""),
+        (odd_calls, 4, ""),
+    ],
+)
+def test_numbers_of_a_second_call_at_lengths_that_change(policy: Any, graphs: int, record: str) -> None:
     model = Twice()
-    rewritten = gr.transform(model, gr.on("error:rec.l0/h", Observe("norm")))
+    rewritten = gr.transform(copy.deepcopy(model), policy)
     for lengths in ((6, 4), (8, 4), (3, 9), (5, 5)):
         x, y = (torch.randn(length, BATCH, FEATURES, dtype=torch.float64) for length in lengths)
-        rewritten(x, y).backward()
-        found = [a for a in rewritten.monitor.latest() if a.startswith("norm@")]
-        assert found == [f"norm@error:rec.l0/h{f'#{n}' if n else ''}" for n in range(sum(lengths))]
+        whole = gr.transform(model, policy, dynamic=False)
+        for own in (rewritten, whole):
+            own.zero_grad()
+            own(x, y).backward()
+        records = rewritten.monitor.latest()
+        assert records == pytest.approx(whole.monitor.latest(), rel=1e-12)
+        assert list(records) == list(whole.monitor.latest())
+        if record:
+            found = [address for address in records if address.partition("#")[0] == record]
+            assert found == named(record, range(sum(lengths)))
+        for a, b in zip(rewritten.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+    assert len(rewritten.explain().graphs) == graphs
+
+
+def test_a_fault_in_a_second_call_at_lengths_that_change() -> None:
+    rewritten = gr.transform(Twice(), gr.on("error:*/*", CheckFinite()))
+    for lengths in ((6, 4), (3, 9), (4, 7)):
+        x, y = (torch.randn(length, BATCH, FEATURES, dtype=torch.float64) for length in lengths)
+        y[2] = float("nan") if lengths == (4, 7) else y[2]
+        loss = rewritten(x, y)
+        if lengths != (4, 7):
+            loss.backward()
+    with pytest.raises(
+        gr.NonFiniteError, match=r"first non-finite: activation:rec\.l0/gates#6, .* the input y was not"
+    ):
+        loss.backward()
 
 
 def test_history_by_iteration() -> None:
