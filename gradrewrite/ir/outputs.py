@@ -76,13 +76,21 @@ class Iterations:
     A span has its first and its last iteration; None stands for the last one of a loop of any length.
     """
 
-    loop: str  # key of its loop
+    # The keys of the loops of its name up to it, and of those before it the lengths that the names of its sites know.
+    loops: tuple[tuple[str, int], ...]
     spans: tuple[tuple[int, int | None], ...]
-    before: tuple[tuple[str, int], ...] = ()  # loops of the same name before it: keys, and lengths in its sites' names
+
+    @property
+    def loop(self) -> str:
+        """Key of the loop."""
+        return self.loops[-1][0]
 
     def moved(self, lengths: Mapping[str, int]) -> int:
-        """Return by how many calls its sites move, for the lengths of loops with records; those of others are fixed."""
-        return sum(lengths.get(key, known) - known for key, known in self.before)
+        """Return the shift of the calls of its sites for other lengths.
+
+        Loops without records have a fixed length.
+        """
+        return sum(lengths.get(key, known) - known for key, known in self.loops[:-1])
 
     def of(self, length: int) -> list[int]:
         """Return them, for a number of iterations."""

@@ -32,7 +32,7 @@ class RewriteConfig:
     states: StateStore = field(default_factory=StateStore, compare=False)
 
     def __post_init__(self) -> None:
-        """Check what becomes of loops; ValueError."""
+        """Check ``loops``; ValueError."""
         if self.loops not in (None, "rolled", "unrolled"):
             layers = '; regions="layers.*" compiles a stack of equal modules once' * isinstance(self.loops, dict)
             raise ValueError(f'loops is "rolled", "unrolled" or None, got {self.loops!r}{layers}')

@@ -114,8 +114,8 @@ def classes_of(loop: Loop, answers: Answers, name: str, kind: Kind, measured: Me
         if own[first]:
             site = loop.site(name, kind, first)
             insertions, tables = _tabulated(own, site)
-            before = tuple((other.key, fake_tensors.hint_of(other.length)) for other in loop.before)
-            iterations = Iterations(loop.key, _spans(list(own), length), before)
+            loops = tuple((one.key, fake_tensors.hint_of(one.length)) for one in (*loop.before, loop))
+            iterations = Iterations(loops, _spans(list(own), length))
             classes.append(IterationClass(site, insertions, iterations, len(own) == length, own, tables))
     return classes
 

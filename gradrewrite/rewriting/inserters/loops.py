@@ -166,7 +166,7 @@ class _Insertion:
             replayed.actions.update(dict.fromkeys(edit.nodes, by_iteration))
 
     def _fix_lengths(self, *, is_recording: bool) -> None:
-        """Fix the lengths of loops of the same name before this one, where the names of what it gives need them."""
+        """Fix the lengths of earlier loops of its name, as far as its names need them."""
         if is_recording:
             self._found.recording.add(self._loop.key)
         for other in self._loop.before:
