@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from gradrewrite.optimizer.guard import guard as guard
     from gradrewrite.optimizer.guard import unguard as unguard
     from gradrewrite.policy.actions import Policy as Policy
+    from gradrewrite.policy.backward_op import BackwardOp as BackwardOp
     from gradrewrite.policy.recording import record as record
     from gradrewrite.policy.rules import on as on
     from gradrewrite.policy.schedules import Schedule as Schedule
@@ -87,6 +88,7 @@ _PUBLIC = {
     "monitoring.monitor": "Monitor",
     "optimizer.guard": "guard unguard",
     "policy.actions": "Policy",
+    "policy.backward_op": "BackwardOp",
     "policy.recording": "record",
     "policy.rules": "on",
     "policy.schedules": "Schedule",

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["error", "gradient", "activation", "input", "step", "saved", "param", "state"]
+Kind = Literal["error", "gradient", "activation", "input", "step", "saved", "param", "state", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ TRAITS: dict[Kind, KindTraits] = {
     "saved": KindTraits(None, in_forward=True, of_value=True, needs_kind=True),
     "param": KindTraits(9, of_parameter=True, at_guard=True, after_update=True, needs_kind=True),
     "state": KindTraits(10, at_guard=True, after_update=True, needs_kind=True),
+    "backward": KindTraits(4, "backward", of_value=True, needs_kind=True),
 }
 
 
@@ -60,11 +61,12 @@ class Site:
             gradient of a differentiable input; ``"step"`` for the gradient that ``optimizer.step()``
             uses, of a parameter; ``"param"`` for a parameter and ``"state"`` for a tensor of its optimizer's state,
             both as a guarded ``optimizer.step()`` leaves them; ``"saved"`` for a tensor that the forward keeps for the
-            backward.
+            backward; ``"backward"`` for the backward of an op.
         name: Name of the module whose output the value is, else ``module/op``; a parameter's name, with
             ``.KEY`` behind it for ``optimizer.state[parameter][KEY]``; an input's argument name; the name given to
             ``gr.tap``. A saved tensor has the name of its value; one that is no value of the model's code has
-            ``module/op.1``, ``module/op.2`` of the op that it is a part of, in the order of the forward.
+            ``module/op.1``, ``module/op.2`` of the op that it is a part of, in the order of the forward. The backward
+            of an op has ``module/op``; its other attributes are those of the op's value.
         module: Name of the innermost module that ran the op (``""`` is the root).
         op: Name of the op as the user called it (``"softmax"``); ``""`` for gradients and inputs.
         output_of: Names of the modules whose output this value is, innermost first.
@@ -134,7 +136,7 @@ class Site:
                 slashes. Without ``/`` the glob is compared with the modules whose output the value
                 is (or with the parameter's name), with ``/`` with ``module/op`` and with names of
                 modules and parameters that have a ``/`` themselves. A pattern without a kind matches no ``step``,
-                ``saved``, ``param`` or ``state`` site.
+                ``saved``, ``param``, ``state`` or ``backward`` site.
 
         Returns:
             True if any address of the site matches.

@@ -14,6 +14,7 @@ from gradrewrite.passes._clip_per_example import ClipPerExample as ClipPerExampl
 from gradrewrite.passes._due_steps import After as After
 from gradrewrite.passes._due_steps import Every as Every
 from gradrewrite.passes._keep import Keep as Keep
+from gradrewrite.passes._keep_zeros import KeepZeros as KeepZeros
 from gradrewrite.passes._loss_weightings import MGDA as MGDA
 from gradrewrite.passes._loss_weightings import AlignedMTL as AlignedMTL
 from gradrewrite.passes._loss_weightings import CAGrad as CAGrad
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "DecayWeights",
     "Every",
     "Keep",
+    "KeepZeros",
     "L2",
     "MGDA",
     "NanToNum",

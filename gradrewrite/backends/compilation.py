@@ -33,11 +33,13 @@ from gradrewrite.backends.tracing_errors import in_place_named
 from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, RewriteError, TraceError
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
-from gradrewrite.instrumentation.naming import number_loops
+from gradrewrite.instrumentation.naming import may_answer_at_ops, number_loops
+from gradrewrite.instrumentation.op_probes import insert_op_probes, tracing_ops
 from gradrewrite.instrumentation.probes import calls_around, erase_notes, insert_probes, region_call, tracing
 from gradrewrite.instrumentation.recurrent import find_recurrent, run_as_operators, sizes_of_lengths
 from gradrewrite.instrumentation.rolling import LoopReport, find_long_loops, roll_loops
 from gradrewrite.ir import editing, encoded_nodes, partitioning
+from gradrewrite.ir.called_ops import CalledOp
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.joint_graph import JointGraph
@@ -159,10 +161,12 @@ def marking(
         name = "" if region is None else region.name
         compilation.values = insert_probes(gm, session.names, masks, returned, region=name)
         compilation.roll_python_loops(gm)
+        compilation.probe_ops(gm)
         _warn_of_nested_regions(session, gm)
         gm.recompile()
         try:
-            with tracing(compilation.values, compilation.layouts), _shared_memory_named(compilation.inputs, inputs):
+            probes = tracing(compilation.values, compilation.layouts), tracing_ops(compilation.ops)
+            with probes[0], probes[1], _shared_memory_named(compilation.inputs, inputs):
                 yield compilation
         finally:
             compilation.values = ()  # fake tensors, of no use any more
@@ -189,6 +193,7 @@ class GraphCompilation:
     forwards: PendingForwards | None = None  # None where nothing is checked
     asked: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)  # sites at which the policy was asked
     loops: tuple[Loop, ...] = ()  # in the order of the forward
+    ops: Sequence[CalledOp] = ()  # with sites for their backward
     python_loops: Sequence[LoopReport] = ()  # rolled or not, in the order of the forward
     codes: tuple[LoopCode | Loop, ...] = ()  # their bodies
     calls_before: Mapping[str, int] = field(default_factory=dict)  # in other graphs of the forward, by name
@@ -227,6 +232,7 @@ class GraphCompilation:
             self.calls_before,
             self.loops,
             self.engine.name,
+            self.ops,
         )
         return MarkedJointGraph(*given)
 
@@ -261,6 +267,12 @@ class GraphCompilation:
             self.loops += tuple(loops)
         else:
             self.python_loops = find_long_loops(gm, self.values)
+
+    def probe_ops(self, gm: fx.GraphModule) -> None:
+        """Insert probes around ops, where the policy may answer at their backward."""
+        policy = self.session.config.policy
+        if torch.is_grad_enabled() and may_answer_at_ops(policy, self.values):
+            self.ops = insert_op_probes(gm, self.loops)
 
     def _ask_inside(self, loop: Loop) -> None:
         """Ask the policy at the sites of a loop, and beyond its length as long as answers have known forms."""

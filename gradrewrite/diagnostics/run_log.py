@@ -267,7 +267,7 @@ def as_executed(sites: Iterable[str]) -> list[str]:
     ordered: list[str] = []
     for kind in _EXECUTION:
         part = [site for site in forward if kind_of(site) == kind]
-        ordered += reversed(part) if kind == "error" else part
+        ordered += reversed(part) if kind in ("error", "backward") else part
     return ordered
 
 

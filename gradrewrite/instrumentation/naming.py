@@ -10,6 +10,8 @@ from types import MappingProxyType
 from gradrewrite._compat import fake_tensors
 from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.values import ModuleCall, Value, shape_of
+from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.rules import ask_in_order, callbacks_of, rules_at
 from gradrewrite.sites import Kind, Site
 
 
@@ -40,6 +42,17 @@ def name_values(
     }
     names = _Namer(list(named.values()), calls_before, counts)
     return {n: partial(names.site, value) for n, value in named.items()}
+
+
+def may_answer_at_ops(policy: Policy, values: Sequence[Value]) -> bool:
+    """Return whether a policy has a rule for the backward of ops, or a callback that answers at one of these values."""
+    if rules_at(policy, "backward"):
+        return True
+    callbacks = list(callbacks_of(policy).values())
+    if not callbacks:
+        return False
+    names = _Namer(values, 0, {})
+    return any(ask_in_order(callbacks, names.site(value, "backward")) for value in values if not value.loop)
 
 
 def number_loops(loops: Sequence[Loop], calls_before: int, counts: Mapping[str, int]) -> None:
@@ -107,6 +120,8 @@ class _Namer:
 
     def site(self, value: Value, kind: Kind) -> Site:
         addresses = [*self._address[id(value)]]
+        if kind == "backward":  # an op has one name, whether its value is a module's output or not
+            addresses = [addresses[-1], *addresses[:-1]]
         if kind == "saved":  # a module names what it keeps, its output or not
             addresses = list(dict.fromkeys([*addresses, self._inside[id(value)]]))
         outputs = [call[0] for call in reversed(value.calls) if self._is_output(value, call)]

@@ -18,7 +18,7 @@ from gradrewrite.ir.provenance import Anchor, Lane, Origin, Provenance
 from gradrewrite.ir.values import Value
 from gradrewrite.sites import Site
 
-_MARKERS = (markers.mark_activation, markers.mark_error)
+_MARKERS = (*markers.IDENTITIES, *markers.ON_FORWARD)
 
 
 def attribute_nodes(

@@ -86,11 +86,36 @@ def erase_markers(graph: fx.Graph) -> None:
     """Erase all markers; the graph is then equal to one without probes."""
     # In this order, so that a chain of markers hands each user on once.
     for node in list(graph.nodes):
-        if node.target is markers.mark_error:
-            node.replace_all_uses_with(node.all_input_nodes[0])
+        if node.target in markers.IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target is markers.mark_activation:
+        elif node.target in markers.ON_FORWARD:
             graph.erase_node(node)
+
+
+def erase_op_markers(graph: fx.Graph) -> None:
+    """Erase the markers of ops."""
+    for node in list(graph.nodes):
+        if node.target in (markers.mark_op_error, markers.mark_op_gradient):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target is markers.mark_operands:
+            graph.erase_node(node)
+
+
+def sort_between(first: fx.Node, last: fx.Node) -> None:
+    """Put the nodes from one to another behind those that they read; all else stays in its order."""
+    segment = [first]
+    while segment[-1] is not last:
+        segment.append(segment[-1].next)
+    waiting, before = list(segment), first.prev
+    missing = set(segment)
+    while waiting:
+        node = next(node for node in waiting if missing.isdisjoint(node.all_input_nodes))
+        waiting.remove(node)
+        missing.remove(node)
+        before.append(node)
+        before = node
 
 
 def splice(
@@ -159,7 +184,7 @@ def insert_copy(
         copy = before.graph.node_copy(node, lambda n: copies.get(n, n))
     for name, value in changed.items():
         set_argument(copy, name, value)
-    _describe(copy, "is_backward")
+    _describe(copy, "is_backward", node)
     combined_kernels.mark(copy)
     return copy
 
@@ -211,8 +236,9 @@ def insert_twin(node: fx.Node, inputs: Mapping[fx.Node, fx.Node], name: str) -> 
     return twin
 
 
-def _describe(node: fx.Node, tag: str) -> None:
-    mode = fake_tensors.fake_mode_of([read.meta["val"] for read in node.all_input_nodes])
+def _describe(node: fx.Node, tag: str, like: fx.Node | None = None) -> None:
+    known = [*node.all_input_nodes, *([] if like is None else [like])]
+    mode = fake_tensors.fake_mode_of([other.meta["val"] for other in known])
     node.meta = {"val": fake_tensors.fake_result(node, mode), "partitioner_tag": tag}
 
 

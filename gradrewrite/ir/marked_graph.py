@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from gradrewrite.distributed.layouts import InputLayouts
+from gradrewrite.ir.called_ops import CalledOp
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.values import Value
@@ -30,3 +31,4 @@ class MarkedJointGraph:
     counts: Mapping[str, int] = field(default_factory=dict)  # calls in other graphs before it, by module and op
     loops: Sequence[Loop] = ()  # in the order of the forward; of a loop that is no operator of the graph just the sites
     engine: str = ""  # that runs the bodies of loops
+    ops: Sequence[CalledOp] = ()  # with sites for their backward, by the number of their markers

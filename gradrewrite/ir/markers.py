@@ -14,23 +14,35 @@ LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
 LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
 LIBRARY.define("hold(Tensor[] tensors, int[] of_forward=[]) -> ()")
 LIBRARY.define("copy(Tensor x) -> Tensor")
+LIBRARY.define("mark_operands(Tensor[] tensors, int op, bool are_results) -> ()")
+LIBRARY.define("mark_op_error(Tensor g, int op, int result) -> Tensor")
+LIBRARY.define("mark_op_gradient(Tensor g, Tensor[] errors, int op, int operand) -> Tensor")
 
 
 def _no_result(*_: Any) -> None:
     return None
 
 
-def _like(g: Tensor, _: int) -> Tensor:
+def _like(g: Tensor, *_: Any) -> Tensor:
     # Same strides, so that what is traced behind a marker is what is traced without it.
     return torch.empty_strided(g.size(), g.stride(), dtype=g.dtype, device=g.device)
 
 
-for _name, _implementation in (("mark_activation", _no_result), ("mark_error", _like), ("hold", _no_result)):
+for _name, _implementation in (
+    ("mark_activation", _no_result),
+    ("mark_error", _like),
+    ("hold", _no_result),
+    ("mark_operands", _no_result),
+    ("mark_op_error", _like),
+    ("mark_op_gradient", _like),
+):
     LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gradrewrite::{_name}", _implementation, lib=LIBRARY)
 
 # A forward may differentiate inside itself, and then once more through that: the marker is an identity.
 torch.library.register_autograd("gradrewrite::mark_error", lambda _, g: (g, None), lib=LIBRARY)
+torch.library.register_autograd("gradrewrite::mark_op_error", lambda _, g: (g, None, None), lib=LIBRARY)
+torch.library.register_autograd("gradrewrite::mark_op_gradient", lambda _, g: (g, None, None, None), lib=LIBRARY)
 
 # The compiler drops a clone of an output of its graph, but not an operation that it does not know.
 LIBRARY.impl("copy", torch.clone, "CompositeExplicitAutograd")
@@ -41,7 +53,13 @@ mark_activation = torch.ops.gradrewrite.mark_activation.default
 mark_error = torch.ops.gradrewrite.mark_error.default
 hold = torch.ops.gradrewrite.hold.default
 copy = torch.ops.gradrewrite.copy.default
+mark_operands = torch.ops.gradrewrite.mark_operands.default
+mark_op_error = torch.ops.gradrewrite.mark_op_error.default
+mark_op_gradient = torch.ops.gradrewrite.mark_op_gradient.default
+IDENTITIES = (mark_error, mark_op_error, mark_op_gradient)  # in the backward
+ON_FORWARD = (mark_activation, mark_operands)
 fx.node.has_side_effect(mark_activation)
+fx.node.has_side_effect(mark_operands)
 fx.node.has_side_effect(hold)
 
 

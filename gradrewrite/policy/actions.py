@@ -10,10 +10,12 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import located_callable
 from gradrewrite.errors import PolicyError
-from gradrewrite.policy.insertions import BACKWARD, Action, Insertion, ReplaceTensor
+from gradrewrite.policy.backward_op import BackwardOp
+from gradrewrite.policy.insertions import BACKWARD, OF_OPS, Action, Insertion, ReplaceBackward, ReplaceTensor
 from gradrewrite.sites import Kind, Site
 
-TensorFunction: TypeAlias = Callable[[Tensor], Tensor] | Callable[[Tensor, Tensor], Tensor]
+OpFunction: TypeAlias = Callable[[BackwardOp], "Sequence[Tensor | None] | Tensor"]
+TensorFunction: TypeAlias = Callable[[Tensor], Tensor] | Callable[[Tensor, Tensor], Tensor] | OpFunction
 Answer: TypeAlias = "Action | TensorFunction | Sequence[Answer] | None"
 Policy: TypeAlias = "Callable[[Site], Answer] | Sequence[Policy]"
 
@@ -54,6 +56,10 @@ def insertion_at(action: Any, site: Site) -> Insertion:
         if not isinstance(found, Insertion):
             raise PolicyError(f"{site}: {action!r}.at(site) returns an Insertion, and returned {found!r}")
         return found
+    if site.kind == "backward":
+        if takes_value(action):
+            raise PolicyError(f"{site}: {describe(action)} takes 2 arguments; here it takes one, the gr.BackwardOp")
+        return Insertion(action, ReplaceBackward(action), OF_OPS, has_units=True)
     return Insertion(action, ReplaceTensor(action, "value" if takes_value(action) else ""), has_units=True)
 
 
@@ -125,7 +131,7 @@ def insertion_anywhere(action: Any) -> Insertion | None:
 
 def kinds_of(action: Any) -> frozenset[Kind]:
     """Return the allowed kinds of site of an action or a tensor function."""
-    found: frozenset[Kind] = action.kinds if isinstance(action, Action) else BACKWARD
+    found: frozenset[Kind] = action.kinds if isinstance(action, Action) else BACKWARD | OF_OPS
     return found
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 from torch import Tensor, nn
 
 from gradrewrite.ir.reports import OnFailure
+from gradrewrite.policy.backward_op import BackwardOp
 from gradrewrite.policy.recording import record_statistics
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import AFTER_UPDATE, Kind, Site, kinds_with
@@ -27,6 +28,7 @@ ANYWHERE = kinds_with(lambda traits: not traits.needs_kind)
 _HEAP_TYPE = 1 << 9  # of Python: a class that was made by a class statement
 MEASURABLE = ANYWHERE | AFTER_UPDATE
 SAVED: frozenset[Kind] = frozenset(("saved",))
+OF_OPS: frozenset[Kind] = frozenset(("backward",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,18 @@ class RecomputeSaved:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ReplaceBackward:
+    """The replacement of the backward of an op by a function of it."""
+
+    run: Callable[[BackwardOp], Sequence[Tensor | None] | Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeepZeroErrors:
+    """Gradients of exactly 0 where the errors that an op is handed are 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Omitted:
     """A measurement left out of a graph, with its reserved record names."""
 
@@ -185,7 +199,8 @@ class Omitted:
 SingleEffect: TypeAlias = ReplaceTensor | MeasureTensor | KeepTensor | AverageOverRanks | ScaleParameter | Omitted
 GroupEffect: TypeAlias = ReplaceGroup | ScaleGroup | WeighExampleGradients | WeighLossGradients | JudgeUpdate
 SavedEffect: TypeAlias = StoreSaved | RecomputeSaved
-Effect: TypeAlias = SingleEffect | GroupEffect | SavedEffect
+OpEffect: TypeAlias = ReplaceBackward | KeepZeroErrors
+Effect: TypeAlias = SingleEffect | GroupEffect | SavedEffect | OpEffect
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ from gradrewrite.policy.actions import (
     kinds_of,
 )
 from gradrewrite.policy.frozen import explained
-from gradrewrite.policy.insertions import SAVED, Insertion
+from gradrewrite.policy.insertions import OF_OPS, SAVED, Insertion
 from gradrewrite.policy.measured_once import measured_once
 from gradrewrite.policy.scope import Context, refuse, skips_updates
 from gradrewrite.sites import Kind, Pattern, Site
@@ -144,12 +144,13 @@ def _check_at_steps(rule: Rule) -> None:
 
 
 def _check_kind(rule: Rule) -> None:
-    """Refuse actions for saved tensors with a pattern without a kind; it would match none."""
+    """Refuse actions for saved tensors and ops with a pattern without a kind; it would match none."""
     for action in _flat(rule.action) if Pattern.parse(rule.pattern).kind is None else ():
-        if kinds_of(action) == SAVED:
+        if (kinds := kinds_of(action)) in (SAVED, OF_OPS):
+            (kind,) = kinds
             raise PolicyError(
-                f"{rule.pattern}: {describe(action)} applies to saved sites alone, which only a pattern with that kind "
-                f"matches: gr.on({f'saved:{rule.pattern}'!r}, {describe(action)})",
+                f"{rule.pattern}: {describe(action)} applies to {kind} sites alone, which only a pattern with that "
+                f"kind matches: gr.on({f'{kind}:{rule.pattern}'!r}, {describe(action)})",
                 code="action-not-allowed",
             )
 
@@ -202,7 +203,7 @@ def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> 
 
     What several actions would record of one value is left to one of them.
 
-    Of a callback that is no rule the answers at ``saved``, ``param`` and ``state`` sites count only if it tells their
+    Of a callback that is no rule the answers at ``saved``, ``param``, ``state`` and ``backward`` sites count only if it tells their
     kind from others: it is asked once more, at a site of a kind that does not exist, and answers something else there.
     """
     found = _ask(policy, site, position)

@@ -83,6 +83,9 @@ class Context:
     # Of saved tensors.
     forms: str = ""  # all actions there, where they contradict each other
     not_repeatable: str = ""  # the reason why its op cannot be computed again
+    # Of the backward of an op.
+    rules: str = ""  # all rules there, if they are several
+    no_backward: str = ""  # why its backward cannot be replaced
     is_in_loop: bool = False  # it is inserted into the body of a loop
     is_weighed_behind: bool = False  # of such an error: what it leads to is the gradient of each of several losses
 
@@ -290,6 +293,18 @@ REFUSALS = (
         "{at.site}: {action}: the op {at.site.op} {at.not_repeatable}; leave this site out, or let Store keep it in a "
         "narrower form",
         "saved-tensor",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.rules),
+        "{at.site}: {at.rules}: an op has one backward; let the rules match different sites, or make them one function. "
+        "KeepZeros may stand beside a function, which is then given the backward that it has mended",
+        "backward-of-an-op",
+    ),
+    Limit(
+        lambda insertion, at: bool(at.no_backward),
+        "{at.site}: {action} cannot replace the backward of this op, which {at.no_backward}. Let the pattern leave it "
+        "out, or act at its error site",
+        "backward-of-an-op",
     ),
 )
 

@@ -132,12 +132,12 @@ def trace_function(
             given = [_global(part, layout) for part, layout in zip_longest(parts, layouts)]
             tensors, more = given[: len(values)], given[len(values) :]
             with make_fx.RefuseToChangeReal(refused), make_fx.RefuseToLeave(*left):
-                seen = tensors if given_scale is None else [_unscale(t, given_scale) for t in tensors]
+                seen = tensors if given_scale is None else [unscale(t, given_scale) for t in tensors]
                 results = run(*seen, *more)
             for result, value, site in zip(results, seen, sites, strict=True):
                 _check_result(result, value, site, action)
             if given_scale is not None:
-                results = [_rescale(r, u, t, given_scale) for r, u, t in zip(results, seen, tensors, strict=True)]
+                results = [rescale(r, u, t, given_scale) for r, u, t in zip(results, seen, tensors, strict=True)]
             if sharded:
                 results = [_part(*four) for four in zip_longest(results, tensors, parts[: len(values)], own_layouts)]
             results = [_laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
@@ -258,12 +258,12 @@ def _refusals(site: Site, action: Any) -> tuple[CallbackError, CallbackError, Ca
     )
 
 
-def _unscale(tensor: Tensor, scale: Tensor) -> Tensor:
+def unscale(tensor: Tensor, scale: Tensor) -> Tensor:
     """A gradient in units of the unscaled loss; at least float32, where nothing underflows."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) / scale.to(tensor.device)
 
 
-def _rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Tensor:
+def rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Tensor:
     """The inverse; an element that the action left alone keeps its bits."""
     if result is seen:
         return tensor

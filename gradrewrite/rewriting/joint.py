@@ -30,11 +30,13 @@ from gradrewrite.rewriting.asking import check_subclasses, possible
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.inserters import (
+    InsertedBackwards,
     InsertedLoops,
     SavedInsertion,
     SavedRewrite,
     find_saved,
     insert,
+    insert_at_backwards,
     insert_averages,
     insert_group,
     insert_in_loops,
@@ -64,6 +66,8 @@ class _Rewrite:
 
     # loops
     loops: InsertedLoops = field(init=False)
+    # backwards
+    backwards: InsertedBackwards = field(init=False)
     # find
     found: FoundPoints = field(init=False)
     # ask
@@ -106,6 +110,10 @@ def _insert_in_loops(rewrite: _Rewrite) -> None:
     rewrite.loops = insert_in_loops(*given)
 
 
+def _insert_at_backwards(rewrite: _Rewrite) -> None:
+    rewrite.backwards = insert_at_backwards(rewrite.canvas, rewrite.marked, rewrite.ask)
+
+
 def _find(rewrite: _Rewrite) -> None:
     rewrite.found = find_insertion_points(rewrite.marked)
 
@@ -117,7 +125,7 @@ def _ask(rewrite: _Rewrite) -> None:
     of_subclasses = {site: possible(ask(site)) for site in found.subclasses}
     rewrite.at_points = at_points
     rewrite.answers = {point.site: answers for point, answers in at_points} | outside | of_subclasses
-    rewrite.answers |= rewrite.loops.answers
+    rewrite.answers |= rewrite.loops.answers | rewrite.backwards.answers
     rewrite.out_of_reach = tuple(site for site, answers in outside.items() if answers)
     inside = {site: possible(answers) for site, answers in rewrite.loops.of_subclasses.items()}
     name = next((value.subclass for value in rewrite.marked.values if value.subclass), "")
@@ -137,6 +145,7 @@ def _separate(rewrite: _Rewrite) -> None:
     canvas.changed = {point.marker for point in changed if point.marker is not None}
     rewrite.plain = {point.output: point.node for point in rewrite.points if point.output is not None}
     rewrite.anchors = anchors_of(separated.first_points(rewrite.points)) | rewrite.loops.anchors
+    rewrite.anchors |= rewrite.backwards.anchors
     rewrite.notes[:0] = separated.notes
 
 
@@ -213,6 +222,7 @@ def _pack(rewrite: _Rewrite) -> None:
 
 STAGES: tuple[tuple[str, Callable[[_Rewrite], None]], ...] = (
     ("loops", _insert_in_loops),
+    ("backwards", _insert_at_backwards),
     ("find", _find),
     ("ask", _ask),
     ("separate", _separate),

@@ -1,0 +1,271 @@
+"""Probes around ops: markers on their errors, and on the gradients of their inputs.
+
+A probe before an op notes the gradient edges of its inputs, and one behind it finds the autograd nodes of the op that
+lead to these edges. Hooks of these nodes mark the gradients while AOTAutograd traces; the forward is not touched, and
+neither is the order in which autograd adds up gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gradrewrite._compat import autograd, fake_tensors, make_fx, operators
+from gradrewrite.instrumentation.dynamo_nodes import (
+    changed_in_place,
+    checkpoint_body,
+    fake_of,
+    is_checkpoint,
+    op_name,
+)
+from gradrewrite.instrumentation.loops import run_loop
+from gradrewrite.instrumentation.probes import probed
+from gradrewrite.ir import markers
+from gradrewrite.ir.called_ops import CalledOp, Operand, Symbol
+from gradrewrite.ir.marked_loops import Loop
+
+_Edge = tuple[Any, int]  # an autograd node, and the number of an input of it
+
+
+def insert_op_probes(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[CalledOp]:
+    """Insert probes around the ops of a Dynamo graph with probes of its values, in place.
+
+    Bodies of activation checkpoints and of rolled loops are entered. A number of an op in its markers is the position
+    in the result.
+    """
+    found: list[CalledOp] = []
+    bodies = [loop.body for loop in loops if not loop.is_marked]
+    for graph_module in [*_with_checkpoints(gm, {}), *(b for body in bodies for b in _with_checkpoints(body, {}))]:
+        _insert_in(graph_module, found)
+        graph_module.recompile()
+    return found
+
+
+def _with_checkpoints(gm: fx.GraphModule, outer: dict[fx.Node, fx.Node]) -> Iterator[fx.GraphModule]:
+    yield gm
+    for node in filter(is_checkpoint, gm.graph.nodes):
+        body, outside = checkpoint_body(gm, node, outer)
+        for inner, given in outside.items():
+            inner.meta.setdefault("example_value", given.meta.get("example_value"))
+        yield from _with_checkpoints(body, outside)
+
+
+def _insert_in(gm: fx.GraphModule, found: list[CalledOp]) -> None:
+    for node in list(gm.graph.nodes):
+        value = _value_of(node)
+        if value is None or is_checkpoint(node) or node.target is run_loop:
+            continue
+        operands = _operands(node)
+        if not any(fake is not None and fake.requires_grad for fake in map(fake_of, operands)):
+            continue
+        changed = changed_in_place(node)
+        args, kwargs = _described((node.args, node.kwargs))
+        op = CalledOp(value, args, kwargs, len(operands), _refusal(node, changed))
+        number = len(found)
+        found.append(op)
+        if op.refusal:
+            continue
+        with gm.graph.inserting_before(node):
+            gm.graph.call_function(_before, (number, *operands))
+        last = node.next if probed(node.next) is not None else node
+        with gm.graph.inserting_after(last):
+            gm.graph.call_function(_behind, (number, changed[0] if changed else node))
+
+
+def _value_of(node: fx.Node) -> int | None:
+    """Return the number of the value that an op makes, the first of several; None for other nodes."""
+    if node.op not in ("call_function", "call_method") or _is_selection(node) or probed(node) is not None:
+        return None
+    if (number := probed(node.next)) is not None:
+        return number
+    selections = (probed(user.next) for user in node.users if _is_selection(user))
+    return min((number for number in selections if number is not None), default=None)
+
+
+def _is_selection(node: fx.Node) -> bool:
+    """Whether a node takes an element out of the results of an op."""
+    given = node.args[0] if node.target is operator.getitem else None
+    return isinstance(given, fx.Node) and fake_of(given) is None and isinstance(node.args[1], int)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors among the arguments of an op, in its order, each as often as it is given."""
+    found: list[fx.Node] = []
+
+    def note(given: fx.Node) -> fx.Node:
+        if fake_of(given) is not None:
+            found.append(given)
+        return given
+
+    fx.node.map_arg((node.args, node.kwargs), note)
+    return found
+
+
+def _described(arguments: Any) -> Any:
+    """Return the arguments of an op with places instead of nodes."""
+    count = iter(range(1 << 30))
+    return fx.node.map_arg(arguments, lambda given: Operand(next(count)) if fake_of(given) is not None else Symbol())
+
+
+_ON_VIEW = "writes in place into a view: autograd hands its error to the base of the view, past the op"
+_HIGHER = "takes functions, and their backward is one operator"
+_SUBCLASS = "reads or makes a tensor subclass ({})"
+_TWICE = "writes into one of two inputs that are one tensor"
+
+
+def _refusal(node: fx.Node, changed: Sequence[fx.Node]) -> str:
+    """Return why an op can have no markers; ``""`` if it can."""
+    if node.target is operator.setitem:
+        return _ON_VIEW
+    if operators.is_higher_order(node.target) and op_name(node) != "apply":
+        return _HIGHER
+    if changed and len(changed) > 1:
+        return "writes into several tensors in place"
+    return ""
+
+
+class _OpTracing:
+    """The ops of a Dynamo graph while AOTAutograd traces it."""
+
+    def __init__(self, ops: Sequence[CalledOp]) -> None:
+        self._ops = ops
+        self._edges: dict[int, list[GradientEdge | None]] = {}  # of the inputs, by op
+
+    def begin(self, number: int, operands: Sequence[Tensor]) -> None:
+        """Note the gradient edges of the inputs of an op."""
+        op = self._ops[number]
+        if _is_refused(op, operands):
+            return
+        with torch.no_grad():
+            markers.mark_operands(list(operands), number, are_results=False)
+        self._edges[number] = [get_gradient_edge(x) if x.requires_grad else None for x in operands]
+
+    def end(self, number: int, made: Any) -> None:
+        """Let hooks mark the errors of an op, and the gradients of its inputs."""
+        op, given = self._ops[number], self._edges.pop(number, None)
+        op.is_tuple = not isinstance(made, Tensor)
+        results = [x for x in (made if op.is_tuple else [made]) if isinstance(x, Tensor)]
+        if given is None or _is_refused(op, results):
+            return
+        places: dict[_Edge, list[int]] = defaultdict(list)
+        for position, edge in enumerate(given):
+            if edge is not None:
+                places[edge.node, edge.output_nr].append(position)
+        begins: dict[Any, dict[int, int]] = defaultdict(dict)  # by autograd node: results by the number of its output
+        for position, x in enumerate(results):
+            if x.requires_grad and x.grad_fn is not None and (x.grad_fn, x.output_nr) not in places:
+                begins[x.grad_fn][x.output_nr] = position
+        found = _ends(begins, places)
+        if begins and not found:
+            op.refusal = _ON_VIEW
+            return
+        with torch.no_grad():
+            markers.mark_operands(results, number, are_results=True)
+        self._register(number, begins, self._numbered(op, found, places))
+
+    @staticmethod
+    def _numbered(
+        op: CalledOp, found: Sequence[tuple[Any, int, _Edge]], places: dict[_Edge, list[int]]
+    ) -> dict[Any, dict[int, int]]:
+        """Return, by autograd node, the operands by the number of its input."""
+        ends: dict[Any, dict[int, int]] = defaultdict(dict)
+        by_edge: dict[_Edge, list[tuple[Any, int]]] = defaultdict(list)
+        for node, at, edge in found:
+            by_edge[edge].append((node, at))
+        for edge, own in by_edge.items():
+            positions = places[edge]
+            is_known = len(own) == len(positions) and len({id(node) for node, _ in own}) == 1
+            op.repeated |= len(positions) > 1 and not is_known
+            for n, (node, at) in enumerate(own):
+                ends[node][at] = positions[n] if is_known else positions[0]
+        return ends
+
+    @staticmethod
+    def _register(number: int, begins: dict[Any, dict[int, int]], ends: dict[Any, dict[int, int]]) -> None:
+        errors: list[Tensor] = []
+
+        def at_begin(results: dict[int, int]) -> Any:
+            def mark(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+                marked = list(grads)
+                for at, result in results.items():
+                    if (g := grads[at]) is not None:
+                        marked[at] = markers.mark_op_error(g, number, result)
+                errors.extend(x for n, x in enumerate(marked) if n in results and x is not None)
+                return tuple(marked)
+
+            return mark
+
+        def at_end(operands: dict[int, int]) -> Any:
+            def mark(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+                marked = list(grads)
+                for at, operand in operands.items():
+                    if (g := grads[at]) is not None and errors:
+                        marked[at] = markers.mark_op_gradient(g, errors, number, operand)
+                return tuple(marked)
+
+            return mark
+
+        for node, results in begins.items():
+            node.register_prehook(at_begin(results))
+        for node, operands in ends.items():
+            node.register_hook(at_end(operands))
+
+
+def _is_refused(op: CalledOp, tensors: Sequence[Tensor]) -> bool:
+    """Whether an op has a tensor that cannot be marked; note it."""
+    for x in tensors:
+        if fake_tensors.is_wrapper(x) or x.layout is not torch.strided:
+            op.refusal = _SUBCLASS.format(type(x).__name__ if fake_tensors.is_wrapper(x) else x.layout)
+    return bool(op.refusal) or any(map(autograd.is_transformed, tensors))
+
+
+def _ends(begins: Collection[Any], places: Collection[_Edge]) -> list[tuple[Any, int, _Edge]]:
+    """Return the edges from the autograd nodes of an op to its inputs: node, number of its input, edge."""
+    found: list[tuple[Any, int, _Edge]] = []
+    seen, todo = set(begins), list(begins)[::-1]
+    while todo:
+        node = todo.pop()
+        for at, edge in enumerate(node.next_functions):
+            if edge in places:
+                found.append((node, at, edge))
+            elif edge[0] is not None and edge[0] not in seen:
+                seen.add(edge[0])
+                todo.append(edge[0])
+    return found
+
+
+_ops: ContextVar[_OpTracing | None] = ContextVar("gradrewrite_op_tracing", default=None)
+
+
+def _before(number: int, *operands: Tensor) -> None:
+    tracing = _ops.get()
+    if tracing is not None and make_fx.is_tracing():
+        tracing.begin(number, operands)
+
+
+def _behind(number: int, made: Any) -> None:
+    tracing = _ops.get()
+    if tracing is not None and make_fx.is_tracing():
+        tracing.end(number, made)
+
+
+fx.node.has_side_effect(_before)
+fx.node.has_side_effect(_behind)
+
+
+@contextlib.contextmanager
+def tracing_ops(ops: Sequence[CalledOp]) -> Iterator[None]:
+    """Let the probes around these ops act inside the block."""
+    token = _ops.set(_OpTracing(ops) if ops else None)
+    try:
+        yield
+    finally:
+        _ops.reset(token)

@@ -1,0 +1,130 @@
+"""Zero errors that stay zeros through the backward of an op, although a factor is NaN or infinite.
+
+A value that is computed from the errors of an op has a mask: where it is 0 because all errors that it is computed from
+are. The mask of an error is ``error == 0``; that of another value follows from its operator (``zero_rules``). A product
+with a value of the forward may make NaN of such a 0: there it becomes 0 again, before it is added to others or leaves
+the op. Masks are made where something asks for them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import operators
+from gradrewrite.ir import editing
+from gradrewrite.ir.called_ops import OpBackward
+from gradrewrite.rewriting.zero_rules import RULES, Derived, Risk, unchanged_by_errors
+
+__all__ = ["KeptZeros", "keep_zeros"]
+
+
+@dataclass
+class KeptZeros:
+    """The nodes that keep the zeros of one op."""
+
+    new: list[fx.Node] = field(default_factory=list)
+    not_covered: list[str] = field(default_factory=list)  # names of operators through which zeros are not followed
+
+
+def keep_zeros(
+    graph: fx.Graph, backward: OpBackward, own: Sequence[fx.Node], parameters: Collection[fx.Node]
+) -> KeptZeros:
+    """Let zeros stay zeros through the backward of an op, whose nodes these are.
+
+    ``parameters`` are taken as they are in products, and so are rows of their gradients.
+    """
+    walk = _Walk(graph, backward, parameters)
+    operands = {marker: backward.operands[n] for n, markers_of in backward.gradients.items() for marker in markers_of}
+    for node in sorted([*own, *operands]):
+        if node in operands:
+            least = Risk.ELEMENTS if walk.is_fixed(operands[node]) else Risk.ROWS
+            given: fx.Node = node.args[0]  # type: ignore[assignment]
+            walk.replace(node, given, walk.clean(given, node, least))
+        elif walk.read(node) and not unchanged_by_errors(node):
+            walk.follow(node)
+    return KeptZeros([node for node in walk.new if node.users], list(dict.fromkeys(walk.not_covered)))
+
+
+class _Walk:
+    """The values of one backward that are computed from its errors; a ``zero_rules.Walk``."""
+
+    def __init__(self, graph: fx.Graph, backward: OpBackward, parameters: Collection[fx.Node]) -> None:
+        self.new: list[fx.Node] = []
+        self.not_covered: list[str] = []
+        self._graph = graph
+        self._parameters = parameters
+        self._known: dict[fx.Node, Derived | list[Derived]] = {}
+        self._masks: dict[Derived, fx.Node | None] = {}
+        for error in backward.errors.values():
+            self._known[error] = Derived(self._mask_of_error(error))
+
+    def _mask_of_error(self, error: fx.Node) -> Callable[[fx.Node], fx.Node | None]:
+        return lambda before: self.compute(lambda x: x == 0, [error], before)
+
+    def read(self, node: fx.Node) -> list[fx.Node]:
+        """Return the inputs of a node that are computed from errors."""
+        return [given for given in node.all_input_nodes if given in self._known]
+
+    def risk(self, nodes: Sequence[fx.Node]) -> Risk:
+        """Return the largest risk of values."""
+        known = [self._known.get(node) for node in nodes]
+        return max((one.risk for one in known if isinstance(one, Derived)), default=Risk.NONE)
+
+    def is_fixed(self, node: fx.Node) -> bool:
+        """Return whether a value is a parameter, or a view of one."""
+        return operators.memory_of(node) in self._parameters
+
+    def mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
+        """Return the mask of a value; None where it is not known."""
+        known = self._known[node]
+        if not isinstance(known, Derived):
+            return None
+        if known not in self._masks:
+            self._masks[known] = known.mask(before)
+        return self._masks[known]
+
+    def clean(self, node: fx.Node, before: fx.Node, least: Risk = Risk.ROWS) -> fx.Node:
+        """Return a value with 0 in the place of NaN that was made of zeros, if the risk is as large."""
+        mask = self.mask(node, before) if self.risk([node]) >= least else None
+        return node if mask is None else self.compute(_without_nan, [node, mask], before)
+
+    def compute(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
+        """Insert a function of the values of nodes."""
+        (node,), new = editing.compute(self._graph, lambda *x: [run(*x)], nodes, before)
+        self.new += new
+        return node
+
+    def replace(self, reader: fx.Node, given: fx.Node, replacement: fx.Node) -> None:
+        """Let a node read another one."""
+        if replacement is not given:
+            editing.replace_input(reader, given, replacement)
+
+    def leave_uncovered(self, node: fx.Node) -> None:
+        """Note that zeros are not followed through a node."""
+        self.not_covered.append(operators.name_of(node))
+
+    def follow(self, node: fx.Node) -> None:
+        """Go through a node that is computed from errors."""
+        target: Any = node.target
+        if target is operator.getitem:
+            several = self._known[node.all_input_nodes[0]]
+            self._known[node] = several[int(node.args[1])] if isinstance(several, list) else Derived()  # type: ignore[arg-type]
+            return
+        rule = RULES.get(target)
+        if rule is None:
+            self.leave_uncovered(node)
+            count = 1 if isinstance(node.meta["val"], Tensor) else len(node.meta["val"])
+            unknown = [Derived() for _ in range(count)]
+            self._known[node] = unknown[0] if isinstance(node.meta["val"], Tensor) else unknown
+            return
+        self._known[node] = rule(self, node)
+
+
+def _without_nan(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask & x.isnan(), 0, x)

@@ -1,0 +1,429 @@
+"""Rules of operators for ``zero_errors``: how zeros of their errors go through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from gradrewrite._compat import operators
+from gradrewrite.ir.markers import value_of
+
+Mask: TypeAlias = Callable[[fx.Node], fx.Node | None]  # makes it before a node; None where it is not known
+
+
+def _unknown(_: fx.Node) -> None:
+    return None
+
+
+class Risk(IntEnum):
+    """What may have made a NaN of errors that are 0."""
+
+    NONE = 0
+    ROWS = 1  # a row of a product, all errors of which are 0
+    ELEMENTS = 2
+
+
+@dataclass(eq=False)
+class Derived:
+    """A value that is computed from errors."""
+
+    mask: Mask = _unknown
+    risk: Risk = Risk.NONE
+
+
+class Walk(Protocol):
+    """The values of the backward of an op; see ``zero_errors``."""
+
+    def read(self, node: fx.Node) -> list[fx.Node]: ...  # noqa: D102
+    def risk(self, nodes: Sequence[fx.Node]) -> Risk: ...  # noqa: D102
+    def is_fixed(self, node: fx.Node) -> bool: ...  # noqa: D102
+    def mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None: ...  # noqa: D102
+    def clean(self, node: fx.Node, before: fx.Node) -> fx.Node: ...  # noqa: D102
+    def compute(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node: ...  # noqa: D102
+    def replace(self, reader: fx.Node, given: fx.Node, replacement: fx.Node) -> None: ...  # noqa: D102
+    def leave_uncovered(self, node: fx.Node) -> None: ...  # noqa: D102
+
+
+Rule: TypeAlias = Callable[[Walk, fx.Node], Derived | list[Derived]]
+
+_LIKE = frozenset(
+    operators.overloads(
+        [f"{name}_like" for name in ("zeros", "ones", "full", "empty")]
+        + [f"new_{name}" for name in ("zeros", "ones", "full", "empty")]
+        + ["sym_size"]
+    )
+)
+
+
+def unchanged_by_errors(node: fx.Node) -> bool:
+    """Whether a result depends on the shapes of tensors alone."""
+    return node.target in _LIKE or not isinstance(node.meta["val"], Tensor | tuple | list)
+
+
+def _masks_of(walk: Walk, nodes: Sequence[fx.Node], before: fx.Node) -> list[fx.Node] | None:
+    found = [walk.mask(node, before) for node in nodes]
+    known = [mask for mask in found if mask is not None]
+    return known if len(known) == len(found) else None
+
+
+# Elementwise
+
+
+def _plain(walk: Walk, node: fx.Node) -> Derived:
+    """Follow an operator without a factor: 0 where the derived arguments are, and others."""
+    read = walk.read(node)
+    others = [given for given in node.all_input_nodes if given not in read]
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        masks = _masks_of(walk, read, before)
+        if masks is None or (len(masks) == 1 and not others and value_of(masks[0]).shape == value_of(node).shape):
+            return None if masks is None else masks[0]
+        return walk.compute(_all_zero(len(masks), value_of(node).shape), [*masks, *others], before)
+
+    return Derived(mask, walk.risk(read))
+
+
+def _factor(walk: Walk, node: fx.Node) -> Derived:
+    """Follow a product with values of the forward, element by element."""
+    read = walk.read(node)
+    has_factor = len(node.all_input_nodes) > len(read)
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        masks = _masks_of(walk, read, before)
+        if masks is None or (len(masks) == 1 and value_of(masks[0]).shape == value_of(node).shape):
+            return None if masks is None else masks[0]
+        return walk.compute(_all_zero(len(masks), value_of(node).shape), masks, before)
+
+    return Derived(mask, Risk.ELEMENTS if has_factor else walk.risk(read))
+
+
+def _all_zero(num_masks: int, shape: Sequence[int]) -> Callable[..., Tensor]:
+    """Return the function that is true where all masks are, and other values are 0."""
+
+    def run(*given: Tensor) -> Tensor:
+        found = given[0]
+        for mask in given[1:num_masks]:
+            found = found & mask
+        for other in given[num_masks:]:
+            found = found & (other == 0)
+        return found.broadcast_to(tuple(shape))
+
+    return run
+
+
+def _where(walk: Walk, node: fx.Node) -> Derived:
+    read = walk.read(node)
+    if node.args[0] in read:  # a condition on errors
+        walk.leave_uncovered(node)
+        return Derived()
+    branches = list(node.args[1:3])
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        masks = _masks_of(walk, read, before)
+        if masks is None:
+            return None
+        given = dict(zip(read, masks, strict=True))
+        nodes = [given.get(x, x) for x in node.args[:3] if isinstance(x, fx.Node)]
+
+        def run(condition: Tensor, *tensors: Tensor) -> Tensor:
+            left = iter(tensors)
+            a, b = (next(left) if isinstance(x, fx.Node) else torch.as_tensor(x) for x in branches)
+            zeros = [x if branch in given else x == 0 for x, branch in ((a, branches[0]), (b, branches[1]))]
+            return torch.where(condition, *zeros)
+
+        return walk.compute(run, nodes, before)
+
+    return Derived(mask, walk.risk(read))
+
+
+def _masked_fill(walk: Walk, node: fx.Node) -> Derived:
+    x, condition, value = node.args[:3]
+    if not isinstance(x, fx.Node) or walk.read(node) != [x] or not isinstance(condition, fx.Node):
+        walk.leave_uncovered(node)
+        return Derived()
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        found = walk.mask(x, before)
+        if found is None:
+            return None
+        if isinstance(value, fx.Node):
+            return walk.compute(lambda m, c, v: torch.where(c, v == 0, m), [found, condition, value], before)
+        is_zero = value == 0
+        return walk.compute(lambda m, c: (m | c) if is_zero else (m & ~c), [found, condition], before)
+
+    return Derived(mask, walk.risk([x]))
+
+
+# Elements that are moved, and added up
+
+
+def _move(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
+    """Follow an operator that moves elements: the same on masks."""
+    read = walk.read(node)
+    risk = walk.risk(read)
+
+    def moved(element: int | None) -> Mask:
+        def mask(before: fx.Node) -> fx.Node | None:
+            masks = _masks_of(walk, read, before)
+            return None if masks is None else _run_on(walk, node, read, masks, before, element)
+
+        return mask
+
+    if isinstance(node.meta["val"], Tensor):
+        return Derived(moved(None), risk)
+    return [Derived(moved(n), risk) for n in range(len(node.meta["val"]))]
+
+
+def _run_on(
+    walk: Walk,
+    node: fx.Node,
+    read: Sequence[fx.Node],
+    replacements: Sequence[fx.Node],
+    before: fx.Node,
+    element: int | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    finish: Callable[[Tensor], Tensor] | None = None,
+) -> fx.Node:
+    """Run the operator of a node on other values than those that are computed from errors."""
+    nodes, target = node.all_input_nodes, operators.with_any_strides(node.target)
+    own = dict(zip(read, replacements, strict=True))
+
+    def run(*tensors: Tensor) -> Tensor:
+        given = {n: prepare(x) if prepare and n in own else x for n, x in zip(nodes, tensors, strict=True)}
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: given[n])  # type: ignore[misc, arg-type, return-value]
+        made = target(*args, **kwargs)
+        made = made if element is None else made[element]
+        return finish(made) if finish else made  # type: ignore[no-any-return]
+
+    return walk.compute(run, [own.get(n, n) for n in nodes], before)
+
+
+def _sum(walk: Walk, node: fx.Node) -> Derived:
+    (read,) = walk.read(node)
+    walk.replace(node, read, walk.clean(read, node))
+    arguments = operators.arguments_of(node)
+    dims, keepdim = arguments.get("dim"), bool(arguments.get("keepdim"))
+    dims = list(range(value_of(read).dim())) if not dims else list(dims)
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        found = walk.mask(read, before)
+        return None if found is None else walk.compute(lambda m: _all(m, dims, keepdim=keepdim), [found], before)
+
+    return Derived(mask)
+
+
+def _all(mask: Tensor, dims: Sequence[int], *, keepdim: bool = True) -> Tensor:
+    for dim in sorted((d % mask.dim() for d in dims if mask.dim()), reverse=True):
+        mask = mask.all(dim, keepdim=keepdim)
+    return mask
+
+
+def _linear(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
+    """Follow an operator that moves and adds up elements, with finite coefficients of its own."""
+    read = walk.read(node)
+    for given in read:
+        walk.replace(node, given, walk.clean(given, node))
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        masks = _masks_of(walk, read, before)
+        if masks is None:
+            return None
+        dtype = value_of(read[0]).dtype
+        return _run_on(
+            walk, node, read, masks, before, prepare=lambda m: (~m).to(dtype), finish=lambda made: made == 0
+        )
+
+    if isinstance(node.meta["val"], Tensor):
+        return Derived(mask)
+    return [Derived() for _ in node.meta["val"]]
+
+
+# Products
+
+
+def _product(walk: Walk, node: fx.Node) -> Derived:
+    """Follow a product of matrices and vectors; elements of the factor that meet zeros alone are left out."""
+    a, b = node.args[:2]
+    read = walk.read(node)
+    if len(read) > 1 or a is b:
+        walk.leave_uncovered(node)
+        return Derived()
+    (given,) = read
+    other = b if given is a else a
+    assert isinstance(other, fx.Node)
+    walk.replace(node, given, walk.clean(given, node))
+    is_left, name = given is a, operators.name_of(node)
+    # Dimensions of the error and of the factor: the one that is added up is the last of ``a``, and the last but one of
+    # ``b``, if that is no vector.
+    matrix_a, matrix_b = {"mm": (True, True), "bmm": (True, True), "mv": (True, False), "dot": (False, False)}[name]
+    found = walk.mask(given, node)
+    if found is None:
+        walk.leave_uncovered(node)
+        return Derived()
+    if not walk.is_fixed(other):
+        if is_left:
+            left_out = _left_out(-2 if matrix_a else None, -1 if matrix_b else None)
+        else:
+            left_out = _left_out(-1 if matrix_b else None, -2 if matrix_a else None)
+        walk.replace(node, other, walk.compute(left_out, [other, found], node))
+    shape = value_of(node).shape
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        if not is_left and not matrix_b:
+            return walk.compute(lambda m: m.all().broadcast_to(tuple(shape)), [found], before)
+        if is_left:  # rows of ``a``
+            return walk.compute(lambda m: m.all(-1, keepdim=matrix_b).broadcast_to(tuple(shape)), [found], before)
+        return walk.compute(lambda m: m.all(-2, keepdim=True).broadcast_to(tuple(shape)), [found], before)
+
+    return Derived(mask, Risk.ROWS)
+
+
+def _left_out(free: int | None, added: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function that takes elements out of a factor that are not finite and meet zeros alone.
+
+    ``free`` is the dimension of the mask that is not added up; ``added`` is where the other one is missing in the
+    factor.
+    """
+
+    def run(other: Tensor, mask: Tensor) -> Tensor:
+        along = mask if free is None else mask.all(free)
+        along = along if added is None else along.unsqueeze(added)
+        return torch.where(along & ~other.isfinite(), 0, other)
+
+    return run
+
+
+# Operators of several operations, which work on slices by themselves
+
+
+def _slices(
+    error: str, dims: Callable[[Mapping[str, Any]], Sequence[int]], saved: Mapping[str, float], risk: Risk
+) -> Rule:
+    """Return the rule of an operator that works on slices: saved values of slices of zeros that are not finite go.
+
+    ``dims`` are those of a slice in the error. ``saved`` has what is put into the place of such values, by argument.
+    The first result has the slices of the error.
+    """
+
+    def rule(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
+        arguments = operators.arguments_of(node)
+        given = arguments[error]
+        found = walk.mask(given, node) if walk.read(node) == [given] else None
+        is_tensor = isinstance(node.meta["val"], Tensor)
+        if found is None:
+            walk.leave_uncovered(node)
+            return Derived() if is_tensor else [Derived() for _ in node.meta["val"]]
+        walk.replace(node, given, walk.clean(given, node))
+        own = list(dims(arguments))
+        zeros = walk.compute(lambda m: _all(m, own), [found], node)
+        for name, number in saved.items():
+            value = arguments.get(name)
+            if isinstance(value, fx.Node) and not walk.is_fixed(value):
+                walk.replace(node, value, walk.compute(_without_bad(number), [value, zeros], node))
+        shape = value_of(given).shape
+
+        def mask(before: fx.Node) -> fx.Node | None:
+            return walk.compute(lambda z: z.broadcast_to(tuple(shape)), [zeros], before)
+
+        first = Derived(mask, risk)
+        return first if is_tensor else [first, *(Derived() for _ in node.meta["val"][1:])]
+
+    return rule
+
+
+def _without_bad(number: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function that replaces what is not finite in slices of zeros, which have size 1 where they go on."""
+
+    def run(value: Tensor, zeros: Tensor) -> Tensor:
+        if zeros.dim() != value.dim():  # a figure of each slice
+            zeros = zeros.reshape([n for n in zeros.shape if n != 1] if value.dim() else ())
+            if zeros.shape != value.shape:
+                zeros = zeros.reshape(value.shape)
+        return torch.where(zeros & ~value.isfinite(), number, value)
+
+    return run
+
+
+def _along(arguments: Mapping[str, Any]) -> list[int]:
+    return [arguments["dim"]]
+
+
+def _normalized(arguments: Mapping[str, Any]) -> list[int]:
+    return [-1 - n for n in range(len(arguments["normalized_shape"]))]
+
+
+def _of_channels(arguments: Mapping[str, Any]) -> list[int]:
+    return [n for n in range(value_of(arguments["input"]).dim()) if n != 1]
+
+
+def _of_samples(arguments: Mapping[str, Any]) -> list[int]:
+    return list(range(1, value_of(arguments["input"]).dim()))
+
+
+def _last(_: Mapping[str, Any]) -> list[int]:
+    return [-1]
+
+
+_INF = float("inf")
+_NORM = {"input": 0.0, "mean": 0.0, "rstd": 0.0}
+_BATCH_NORM = {"input": 0.0, "save_mean": 0.0, "save_invstd": 0.0, "save_var": 0.0}
+_ATTENTION = {"query": 0.0, "out": 0.0, "logsumexp": _INF}
+
+_RULES: dict[Rule, Sequence[str]] = {
+    _plain: (
+        "neg", "clone", "alias", "detach", "_to_copy", "positive", "conj", "_conj", "_conj_physical", "lift_fresh",
+        "add", "sub", "rsub", "contiguous", "real", "imag", "convert_element_type",
+    ),
+    _factor: (
+        "mul", "div", "addcmul", "addcdiv", "sigmoid_backward", "tanh_backward", "gelu_backward", "silu_backward",
+        "threshold_backward", "elu_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward",
+        "hardsigmoid_backward", "softplus_backward", "log_sigmoid_backward", "mse_loss_backward", "mish_backward",
+        "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward", "logit_backward",
+        "softshrink_backward", "hardshrink_backward", "native_dropout_backward", "rrelu_with_noise_backward",
+        "soft_margin_loss_backward", "angle_backward", "fma",
+    ),
+    _where: ("where",),
+    _masked_fill: ("masked_fill",),
+    _move: (
+        "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "slice", "select", "squeeze",
+        "unsqueeze", "unbind", "split", "split_with_sizes", "cat", "stack", "flip", "roll", "diagonal", "unfold", "repeat",
+    ),
+    _sum: ("sum", "mean"),
+    _linear: (
+        "constant_pad_nd", "index", "gather", "index_select", "take", "slice_scatter", "select_scatter",
+        "diagonal_scatter", "index_put", "_unsafe_index_put", "scatter", "scatter_add", "index_add", "slice_backward",
+        "select_backward", "diagonal_backward", "unfold_backward", "embedding_dense_backward", "cumsum", "tril", "triu",
+        "value_selecting_reduction_backward", "max_pool2d_with_indices_backward", "avg_pool2d_backward",
+        "_adaptive_avg_pool2d_backward", "avg_pool3d_backward", "max_pool3d_with_indices_backward",
+        "upsample_nearest2d_backward", "upsample_bilinear2d_backward", "upsample_nearest1d_backward",
+        "upsample_linear1d_backward", "im2col", "col2im", "diag_embed", "nll_loss_backward", "nll_loss2d_backward",
+        "reflection_pad1d_backward", "reflection_pad2d_backward", "replication_pad1d_backward",
+        "replication_pad2d_backward", "_unsafe_masked_index_put_accumulate",
+    ),
+    _product: ("mm", "bmm", "mv", "dot"),
+    _slices("grad_output", _along, {"output": 0.0}, risk=Risk.NONE): (
+        "_softmax_backward_data", "_log_softmax_backward_data",
+    ),
+    _slices("grad_out", _normalized, _NORM, risk=Risk.ELEMENTS): (
+        "native_layer_norm_backward", "_fused_rms_norm_backward",
+    ),
+    _slices("grad_out", _of_channels, _BATCH_NORM, risk=Risk.ELEMENTS): (
+        "native_batch_norm_backward", "batch_norm_backward",
+    ),
+    _slices("grad_output", _of_samples, {"input": 0.0}, risk=Risk.ELEMENTS): ("convolution_backward",),
+    _slices("grad_out", _last, _ATTENTION, risk=Risk.ELEMENTS): (
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_cudnn_attention_backward",
+    ),
+    _slices("grad_out_", _last, _ATTENTION, risk=Risk.ELEMENTS): ("_scaled_dot_product_efficient_attention_backward",),
+}  # fmt: skip
+RULES: Mapping[Any, Rule] = {
+    overload: rule
+    for rule, names in _RULES.items()
+    for overload in [*operators.overloads(names), *operators.overloads(names, "prims")]
+}
