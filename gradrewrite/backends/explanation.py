@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradrewrite._utils.formatting import listed
 from gradrewrite.instrumentation.rolling import LoopReport
 from gradrewrite.ir.edits import Edit, told_once
+from gradrewrite.ir.zero_cover import ZeroCover
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.sites import Site
 
@@ -32,6 +35,7 @@ class GraphReport:
         not_saved: Where the policy may act on saved tensors, the values that are none, each with the reason.
         loops: Python loops that the tracer has unrolled, rolled again or not (``loops=``). Without ``loops=``, those of
             32 iterations or more.
+        zeros: Ops whose backward keeps zeros (``KeepZeros``), with what is inserted, and what is not covered.
     """
 
     frame: str
@@ -46,6 +50,7 @@ class GraphReport:
     engine: str = "inductor"
     not_saved: tuple[tuple[Site, str], ...] = ()
     loops: tuple[LoopReport, ...] = ()
+    zeros: tuple[tuple[Site, ZeroCover], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,23 @@ class Explanation:
             of_losses = [f"{number} of loss {loss}" for loss, number in enumerate(graph.loss_nodes)]
             lines += [f"  nodes in the backward of each loss by itself: {', '.join(of_losses)}"] * bool(of_losses)
             lines += [f"  {loop}" for loop in graph.loops]
-            lines += [f"  {where}: {edit.action!r}" for where, edit in told_once(graph.edits)]
+            covered = dict(graph.zeros)  # the first edit at each of these sites
+            own = [edit for edit in graph.edits if covered.pop(edit.site, None) is None]
+            lines += [f"  {where}: {edit.action!r}" for where, edit in told_once(own)]
+            lines += _lines_of_zeros(graph.zeros)
             lines += [f"  {site}: out of reach, nothing was inserted" for site in graph.out_of_reach]
         lines += [f"skipped: {line}" for line in self.skipped]
         if self.outside:
             lines.append(f"outside of all regions, without a policy: {', '.join(self.outside)}")
         return "\n".join(lines)
+
+
+def _lines_of_zeros(zeros: Sequence[tuple[Site, ZeroCover]]) -> list[str]:
+    """Return a line for each kind of op whose backward keeps zeros, and its cost."""
+    by_kind: dict[tuple[str, str], list[Site]] = {}
+    for site, cover in zeros:
+        by_kind.setdefault((site.op, str(cover)), []).append(site)
+    return [
+        f"  KeepZeros() at {op} ({listed([str(site) for site in sites])}): {text}"
+        for (op, text), sites in by_kind.items()
+    ]

@@ -30,7 +30,7 @@ from gradrewrite.instrumentation.loops import run_loop
 from gradrewrite.instrumentation.probes import probed
 from gradrewrite.ir import markers
 from gradrewrite.ir.called_ops import CalledOp, Operand, Symbol
-from gradrewrite.ir.marked_loops import Loop
+from gradrewrite.ir.marked_loops import Loop, RolledLoop
 
 _Edge = tuple[Any, int]  # an autograd node, and the number of an input of it
 
@@ -42,7 +42,7 @@ def insert_op_probes(gm: fx.GraphModule, loops: Sequence[Loop]) -> list[CalledOp
     in the result.
     """
     found: list[CalledOp] = []
-    bodies = [loop.body for loop in loops if not loop.is_marked]
+    bodies = [loop.body for loop in loops if isinstance(loop, RolledLoop)]
     for graph_module in [*_with_checkpoints(gm, {}), *(b for body in bodies for b in _with_checkpoints(body, {}))]:
         _insert_in(graph_module, found)
         graph_module.recompile()
@@ -64,7 +64,7 @@ def _insert_in(gm: fx.GraphModule, found: list[CalledOp]) -> None:
         if value is None or is_checkpoint(node) or node.target is run_loop:
             continue
         operands = _operands(node)
-        if not any(fake is not None and fake.requires_grad for fake in map(fake_of, operands)):
+        if not operands:
             continue
         changed = changed_in_place(node)
         args, kwargs = _described((node.args, node.kwargs))

@@ -246,10 +246,12 @@ class _Rolling:
                 continue
             numbers = itertools.count()
 
-            def argument(_: fx.Node, r: int = r, numbers: Iterator[int] = numbers) -> fx.Node:
+            def argument(outer: fx.Node, r: int = r, numbers: Iterator[int] = numbers) -> fx.Node:
                 read = plan.reads[r, next(numbers)]
                 known = {"inside": made, "carry": carries, "rows": rows, "invariant": invariants}
-                return known[read.kind][read.number]
+                inner = known[read.kind][read.number]
+                inner.meta.setdefault("example_value", outer.meta.get("example_value"))
+                return inner
 
             args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
             args = tuple(rows[plan.numbers[r, n]] if (r, n) in plan.numbers else arg for n, arg in enumerate(args))

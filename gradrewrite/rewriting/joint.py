@@ -281,6 +281,7 @@ def _result(rewrite: _Rewrite, *, assumes: bool) -> RewriteResult:
         notes=tuple(rewrite.notes),
         saved=rewrite.kept,
         loops=tuple(rewrite.loops.codes),
+        zeros=rewrite.loops.covers | rewrite.backwards.covers,
     )
 
 

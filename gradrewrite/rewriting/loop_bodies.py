@@ -361,7 +361,9 @@ def _cut_backward(parts: LoopParts, forward: fx.GraphModule, backward: fx.GraphM
                 known[node] = _Value(made[positions[node]], "stack")
         for node in tail:
             known[node] = _over_time(node, known, may_sum=node in summable)
-        return [known[node].summed(made[0].shape[0]) for node in of_invariants]
+        stacks = [*made, *given[: len(moving)]]  # none where all gradients are zeros by themselves
+        length = stacks[0].shape[0] if stacks else loop.length
+        return [known[node].summed(length) for node in of_invariants]
 
     parts.tail = behind
 

@@ -12,6 +12,7 @@ from gradrewrite.ir.loop_code import LoopCode
 from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.provenance import Anchor
+from gradrewrite.ir.zero_cover import ZeroCover
 from gradrewrite.policy.rules import Answered
 from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.sites import Site
@@ -38,6 +39,7 @@ class RewriteResult:
     notes: tuple[str, ...] = ()  # for warnings
     saved: SavedRewrite = field(default_factory=SavedRewrite)
     loops: tuple[LoopCode | Loop, ...] = ()  # which lives as long as it may run
+    zeros: Mapping[Site, ZeroCover] = field(default_factory=dict)  # of the backward of ops, where zeros stay zeros
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,25 +18,15 @@ from torch import Tensor, fx
 from gradrewrite._compat import operators
 from gradrewrite.ir import editing
 from gradrewrite.ir.called_ops import OpBackward
+from gradrewrite.ir.zero_cover import ZeroCover
 from gradrewrite.rewriting.zero_rules import RULES, Derived, Risk, unchanged_by_errors
-
-__all__ = ["KeptZeros", "keep_zeros"]
-
-
-@dataclass
-class KeptZeros:
-    """The nodes that keep the zeros of one op."""
-
-    new: list[fx.Node] = field(default_factory=list)
-    not_covered: list[str] = field(default_factory=list)  # names of operators through which zeros are not followed
-
 
 def keep_zeros(
     graph: fx.Graph, backward: OpBackward, own: Sequence[fx.Node], parameters: Collection[fx.Node]
-) -> KeptZeros:
+) -> tuple[list[fx.Node], ZeroCover]:
     """Let zeros stay zeros through the backward of an op, whose nodes these are.
 
-    ``parameters`` are taken as they are in products, and so are rows of their gradients.
+    ``parameters`` are taken as they are in products, and so are rows of their gradients. Returns the new nodes too.
     """
     walk = _Walk(graph, backward, parameters)
     operands = {marker: backward.operands[n] for n, markers_of in backward.gradients.items() for marker in markers_of}
@@ -48,7 +37,13 @@ def keep_zeros(
             walk.replace(node, given, walk.clean(given, node, least))
         elif walk.read(node) and not unchanged_by_errors(node):
             walk.follow(node)
-    return KeptZeros([node for node in walk.new if node.users], list(dict.fromkeys(walk.not_covered)))
+    new = [node for node in walk.new if node.users]
+    not_covered = tuple(dict.fromkeys(walk.not_covered))
+    slices = sum(node.target in _SEARCHES for node in new)
+    return new, ZeroCover(walk.num_selected, slices, walk.num_factors, not_covered)
+
+
+_SEARCHES = frozenset(operators.overloads(["any", "all"]))
 
 
 class _Walk:
@@ -57,6 +52,8 @@ class _Walk:
     def __init__(self, graph: fx.Graph, backward: OpBackward, parameters: Collection[fx.Node]) -> None:
         self.new: list[fx.Node] = []
         self.not_covered: list[str] = []
+        self.num_selected = 0
+        self.num_factors = 0
         self._graph = graph
         self._parameters = parameters
         self._known: dict[fx.Node, Derived | list[Derived]] = {}
@@ -92,7 +89,16 @@ class _Walk:
     def clean(self, node: fx.Node, before: fx.Node, least: Risk = Risk.ROWS) -> fx.Node:
         """Return a value with 0 in the place of NaN that was made of zeros, if the risk is as large."""
         mask = self.mask(node, before) if self.risk([node]) >= least else None
-        return node if mask is None else self.compute(_without_nan, [node, mask], before)
+        if mask is None:
+            return node
+        self.num_selected += 1
+        return self.compute(_without_nan, [node, mask], before)
+
+    def take_out(self, reader: fx.Node, factor: fx.Node, run: Callable[..., Tensor], mask: fx.Node) -> None:
+        """Let a node read a copy of a factor without what meets zeros alone; parameters stay."""
+        if not self.is_fixed(factor):
+            self.num_factors += 1
+            self.replace(reader, factor, self.compute(run, [factor, mask], reader))
 
     def compute(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
         """Insert a function of the values of nodes."""

@@ -41,7 +41,7 @@ class Walk(Protocol):
 
     def read(self, node: fx.Node) -> list[fx.Node]: ...  # noqa: D102
     def risk(self, nodes: Sequence[fx.Node]) -> Risk: ...  # noqa: D102
-    def is_fixed(self, node: fx.Node) -> bool: ...  # noqa: D102
+    def take_out(self, reader: fx.Node, factor: fx.Node, run: Callable[..., Tensor], mask: fx.Node) -> None: ...  # noqa: D102
     def mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None: ...  # noqa: D102
     def clean(self, node: fx.Node, before: fx.Node) -> fx.Node: ...  # noqa: D102
     def compute(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node: ...  # noqa: D102
@@ -265,12 +265,11 @@ def _product(walk: Walk, node: fx.Node) -> Derived:
     if found is None:
         walk.leave_uncovered(node)
         return Derived()
-    if not walk.is_fixed(other):
-        if is_left:
-            left_out = _left_out(-2 if matrix_a else None, -1 if matrix_b else None)
-        else:
-            left_out = _left_out(-1 if matrix_b else None, -2 if matrix_a else None)
-        walk.replace(node, other, walk.compute(left_out, [other, found], node))
+    if is_left:
+        left_out = _left_out(-2 if matrix_a else None, -1 if matrix_b else None)
+    else:
+        left_out = _left_out(-1 if matrix_b else None, -2 if matrix_a else None)
+    walk.take_out(node, other, left_out, found)
     shape = value_of(node).shape
 
     def mask(before: fx.Node) -> fx.Node | None:
@@ -323,12 +322,12 @@ def _slices(
         zeros = walk.compute(lambda m: _all(m, own), [found], node)
         for name, number in saved.items():
             value = arguments.get(name)
-            if isinstance(value, fx.Node) and not walk.is_fixed(value):
-                walk.replace(node, value, walk.compute(_without_bad(number), [value, zeros], node))
-        shape = value_of(given).shape
+            if isinstance(value, fx.Node):
+                walk.take_out(node, value, _without_bad(number), zeros)
+        made = node.meta["val"] if is_tensor else node.meta["val"][0]
 
         def mask(before: fx.Node) -> fx.Node | None:
-            return walk.compute(lambda z: z.broadcast_to(tuple(shape)), [zeros], before)
+            return walk.compute(lambda z: z.broadcast_to(tuple(made.shape)), [zeros], before)
 
         first = Derived(mask, risk)
         return first if is_tensor else [first, *(Derived() for _ in node.meta["val"][1:])]

@@ -16,12 +16,13 @@ from gradrewrite.ir.called_ops import CalledOp, OpBackward, Operand, Symbol
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.provenance import Anchor
+from gradrewrite.ir.zero_cover import ZeroCover
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.backward_op import BackwardOp
 from gradrewrite.policy.insertions import Insertion, KeepZeroErrors, ReplaceBackward
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.scope import Context, refuse
-from gradrewrite.rewriting.action_tracing import TraceMode, rescale, trace_function, unscale
+from gradrewrite.rewriting.action_tracing import rescale, trace_function, unscale
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.op_backwards import (
@@ -44,7 +45,7 @@ class InsertedBackwards:
 
     answers: dict[Site, tuple[Answered, ...]] = field(default_factory=dict)
     anchors: dict[Site, Anchor] = field(default_factory=dict)
-    not_covered: dict[Site, str] = field(default_factory=dict)  # where zeros may not stay, and why
+    covers: dict[Site, ZeroCover] = field(default_factory=dict)
 
 
 def insert_at_backwards(canvas: Canvas, marked: MarkedJointGraph, ask: Ask) -> InsertedBackwards:
@@ -53,94 +54,106 @@ def insert_at_backwards(canvas: Canvas, marked: MarkedJointGraph, ask: Ask) -> I
     if not marked.ops:
         return found
     site_at = name_values(marked.values, marked.call, marked.counts)
-    backwards = find_op_backwards(canvas.graph, marked.ops)
-    order = {node: number for number, node in enumerate(canvas.graph.nodes)}
     positions = aot_autograd.plain_inputs(canvas.graph)
     given = {node: marked.inputs.get(position) for node, position in positions.items()}
     parameters = {node for node, one in given.items() if one is not None and one.role == "parameter"}
-    for number, op in enumerate(marked.ops):
-        backward = backwards.get(number)
-        if op.value not in site_at or (backward is None and not op.refusal):
-            continue
-        site = site_at[op.value]("backward")
-        found.answers[site] = ask(site)
-        first = canvas.graph.output_node() if backward is None else next(iter(backward.errors.values()))
-        found.anchors[site] = Anchor(first.name, op.value)
-        insertions = [answered.insertion for answered in found.answers[site]]
-        _OpInsertion(canvas, site, op, backward, order.get(first, 0), parameters).insert(insertions, found)
+    backwards = OpBackwards(canvas, marked.ops, parameters)
+    for value, point in backwards.points.items():
+        if value in site_at:
+            site = point.site = site_at[value]("backward")
+            found.answers[site] = ask(site)
+            found.anchors[site] = Anchor(point.node.name, value)
+    for value, point in backwards.points.items():
+        insertions = [answered.insertion for answered in found.answers.get(point.site, ())]
+        cover = backwards.insert(value, point, insertions)
+        if cover is not None:
+            found.covers[point.site] = cover
     editing.erase_op_markers(canvas.graph)
     return found
 
 
-@dataclass
-class _OpInsertion:
-    """The insertions at the backward of one op."""
+_NOWHERE = Site("backward", "")
 
-    canvas: Canvas
-    site: Site
-    op: CalledOp
-    backward: OpBackward | None
-    order: int
-    parameters: Collection[fx.Node]
 
-    def insert(self, insertions: Sequence[Insertion], found: InsertedBackwards) -> None:
-        """Let zeros stay zeros, then let a rule replace what is left."""
+class OpBackwards:
+    """The backwards of the ops of one graph, by the number of the value that each op has made.
+
+    ``parameters`` are nodes that ``KeepZeros`` takes as they are.
+    """
+
+    def __init__(self, canvas: Canvas, ops: Sequence[CalledOp], parameters: Collection[fx.Node]) -> None:
+        self._canvas, self._parameters = canvas, parameters
+        own = find_op_backwards(canvas.graph, ops)
+        order = {node: number for number, node in enumerate(canvas.graph.nodes)}
+        self.points: dict[int, InsertionPoint] = {}  # without a site
+        self._ops: dict[int, tuple[CalledOp, OpBackward | None]] = {}
+        for number, op in enumerate(ops):
+            backward = own.get(number)
+            if backward is None and not op.refusal:
+                continue  # nothing here depends on its errors
+            first, last = (next(iter(backward.errors.values())), backward.ends[-1]) if backward else (canvas.graph.output_node(),) * 2
+            self._ops[op.value] = op, backward
+            self.points[op.value] = InsertionPoint(_NOWHERE, first, last, order[first])
+
+    def insert(self, value: int, point: InsertionPoint, insertions: Sequence[Insertion]) -> ZeroCover | None:
+        """Insert at one op: zeros stay zeros, then a rule replaces what is left; return how zeros are covered."""
         rules = [insertion for insertion in insertions if isinstance(insertion.effect, ReplaceBackward)]
         if len(rules) > 1:
-            refuse(rules[1], Context(self.site, rules=", ".join(describe(rule.action) for rule in rules)))
+            refuse(rules[1], Context(point.site, rules=", ".join(describe(rule.action) for rule in rules)))
+        cover = None
         for insertion in insertions:
-            if isinstance(insertion.effect, KeepZeroErrors):
-                found.not_covered |= self._keep_zeros(insertion)
-                break
+            if isinstance(insertion.effect, KeepZeroErrors) and cover is None:
+                cover = self._keep_zeros(value, point.site, insertion)
         for insertion in rules:
-            self._replace(insertion)
+            self._replace(value, point, insertion)
+        return cover
 
-    def _keep_zeros(self, insertion: Insertion) -> dict[Site, str]:
-        if self.backward is None:
-            self.canvas.note(self.site, insertion)
-            return {self.site: self.op.refusal}
-        kept = keep_zeros(self.canvas.graph, self.backward, nodes_of(self.backward), self.parameters)
-        self.canvas.note(self.site, insertion, tuple(node.name for node in kept.new))
-        return {self.site: ", ".join(kept.not_covered)} if kept.not_covered else {}
+    def _keep_zeros(self, value: int, site: Site, insertion: Insertion) -> ZeroCover:
+        op, backward = self._ops[value]
+        if backward is None:
+            self._canvas.note(site, insertion)
+            return ZeroCover(not_covered=(op.refusal,))
+        new, cover = keep_zeros(self._canvas.graph, backward, nodes_of(backward), self._parameters)
+        self._canvas.note(site, insertion, tuple(node.name for node in new))
+        return cover
 
-    def _replace(self, insertion: Insertion) -> None:
-        backward, site, canvas = self.backward, self.site, self.canvas
-        if backward is None or self.op.repeated:
-            reason = self.op.refusal or "is given one tensor several times; give it x.clone() the second time"
-            refuse(insertion, Context(site, no_backward=reason))
+    def _replace(self, value: int, point: InsertionPoint, insertion: Insertion) -> None:
+        op, backward = self._ops[value]
+        if backward is None or op.repeated:
+            reason = op.refusal or "is given one tensor several times; give it x.clone() the second time"
+            refuse(insertion, Context(point.site, no_backward=reason))
         assert backward is not None
-        assert isinstance(insertion.effect, ReplaceBackward)
-        own = nodes_of(backward)
+        canvas, own = self._canvas, nodes_of(backward)
         totals, added = total_gradients(backward)
         own += added
         errors = dict(sorted(backward.errors.items()))
-        point = InsertionPoint(site, next(iter(errors.values())), backward.ends[-1], self.order)
         mode = canvas.mode_at(point)
-        run = _Rule(insertion, self.op, sorted(totals), list(errors), len(backward.results), mode.scale, site)
+        run = _Rule(insertion, op, sorted(totals), list(errors), len(backward.results), mode.scale, point.site)
         nodes = [*totals.values(), *errors.values(), *backward.operands, *backward.results, *totals.values()]
         values = [value_of(node) for node in nodes]
-        own_values, further = values[: len(totals)], values[len(totals) :]
-        traced = trace_function(run, own_values, [site] * len(totals), insertion, mode, further)
-        reads = [bool(p.users) for p in traced.graph.graph.find_nodes(op="placeholder")]
+        sites, further = [point.site] * len(totals), values[len(totals) :]
+        traced = trace_function(run, values[: len(totals)], sites, insertion, mode, further)
         saved = {*backward.operands, *backward.results}
+        reads = [bool(node.users) for node in traced.graph.graph.find_nodes(op="placeholder")]
         given = [canvas.forward.for_backward(n) if n in saved and r else n for n, r in zip(nodes, reads, strict=True)]
         outputs, new = canvas.splice(traced, given, point)
         new, outputs = expand_vjps(new, outputs, backward, own, totals)
         results, extras = outputs[: len(totals)], outputs[len(totals) :]
         canvas.note_states(mode, traced, extras, new)
-        keys = canvas.packing.add(
-            insertion, site, site, traced.reports, extras, replicas=1, loss=None, seen=Anchor(point.node.name, self.order)
-        )
-        reason = replace_gradients(backward, dict(zip(totals, results, strict=True)))
-        if reason:
-            refuse(insertion, Context(site, no_backward=reason))
+        reported = insertion, point.site, point.site, traced.reports, extras
+        keys = canvas.packing.add(*reported, seen=Anchor(point.node.name, point.order))
+        if reason := replace_gradients(backward, dict(zip(totals, results, strict=True))):
+            refuse(insertion, Context(point.site, no_backward=reason))
         editing.erase_unused(canvas.graph, own)
-        canvas.note(site, insertion, tuple(node.name for node in new), tuple(keys))
+        canvas.note(point.site, insertion, tuple(node.name for node in new), tuple(keys))
 
 
 @dataclass
 class _Rule:
-    """A rule as a function of tensors: the gradients of torch, the errors, operands and results of the op."""
+    """A rule as a function of tensors: gradients of torch, errors, operands and results of the op, gradients again.
+
+    The first gradients may be in units of the unscaled loss, the last ones are in those of the graph.
+    """
 
     insertion: Insertion
     op: CalledOp
@@ -152,45 +165,36 @@ class _Rule:
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Return the gradients of the wanted operands."""
-        given = list(tensors)
-        rest = given[len(self.wanted) :]
+        rest = list(tensors[len(self.wanted) :])
         errors, rest = rest[: len(self.errors_at)], rest[len(self.errors_at) :]
         operands, rest = rest[: self.op.num_operands], rest[self.op.num_operands :]
-        results, gradients = rest[: self.num_results], rest[self.num_results :]  # in the units of the graph
-        scale = self.scale if self.insertion.has_units else None
+        results, gradients = rest[: self.num_results], rest[self.num_results :]
+        scale = self.scale
         seen = errors if scale is None else [unscale(e, scale) for e in errors]
 
         def vjp(asked: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-            by_result = dict(zip(range(self.num_results) if self.op.is_tuple else [0], asked, strict=True))
-            at = [n for n in self.errors_at if by_result[n] is not None]
-            own = [_original(by_result[n], seen, errors, self.errors_at.index(n), scale) for n in at]
-            made = op_vjp(own, at, gradients)
+            given = [(n, asked[n], at) for at, n in enumerate(self.errors_at)]
+            own = [(n, e if scale is None else rescale(e, seen[at], errors[at], scale)) for n, e, at in given if e is not None]
+            made = op_vjp([e for _, e in own], [n for n, _ in own], gradients)
             found = dict(zip(self.wanted, made if scale is None else [unscale(g, scale) for g in made], strict=True))
             return tuple(found.get(n) for n in range(self.op.num_operands))
 
-        by_result = dict(zip(self.errors_at, seen, strict=True))
-        error: Any = tuple(by_result.get(n) for n in range(self.num_results)) if self.op.is_tuple else seen[0]
+        known = dict(zip(self.errors_at, seen, strict=True))
+        error = tuple(known.get(n) for n in range(self.num_results)) if self.op.is_tuple else seen[0]
         args, kwargs = self._arguments(operands)
         needs = tuple(n in self.wanted for n in range(self.op.num_operands))
-        output: Any = tuple(results) if self.op.is_tuple else results[0]
-        made = self.insertion.effect.run(  # type: ignore[union-attr]
-            BackwardOp(error, tuple(operands), needs, args, kwargs, output, vjp)
-        )
-        return self._checked(made)
+        output = tuple(results) if self.op.is_tuple else results[0]
+        effect = self.insertion.effect
+        assert isinstance(effect, ReplaceBackward)
+        return self._checked(effect.run(BackwardOp(error, tuple(operands), needs, args, kwargs, output, vjp)))
 
     def _arguments(self, operands: Sequence[Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        def value(place: Any) -> Any:
-            if isinstance(place, Symbol):
-                raise CallbackError(
-                    f"{self.site}: an argument of the op is a size that changes; op.inputs and op.output have shapes"
-                )
+        def known(place: Any) -> Any:
             return operands[place.number] if isinstance(place, Operand) else place
 
-        def known(place: Any) -> Any:
-            return place if isinstance(place, Symbol) else value(place)
-
-        args, kwargs = fx.node.map_aggregate((tuple(self.op.args), dict(self.op.kwargs)), known)  # type: ignore[arg-type]
-        return tuple(args), dict(kwargs)  # type: ignore[arg-type, call-overload]
+        args: Any = fx.node.map_aggregate(tuple(self.op.args), known)
+        kwargs: Any = fx.node.map_aggregate(dict(self.op.kwargs), known)
+        return tuple(args), dict(kwargs)
 
     def _checked(self, made: Any) -> list[Tensor]:
         """Return the gradients of a rule; CallbackError for something else."""
@@ -212,11 +216,3 @@ class _Rule:
                     f"torch.zeros_like(op.inputs[{n}])"
                 )
         return [made[n] for n in wanted]
-
-
-def _original(
-    error: Tensor | None, seen: Sequence[Tensor], errors: Sequence[Tensor], n: int, scale: Tensor | None
-) -> Tensor:
-    """Return an error in the units of the graph."""
-    assert error is not None
-    return error if scale is None else rescale(error, seen[n], errors[n], scale)

@@ -21,12 +21,15 @@ from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.outputs import Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.replay_graph import ReplayLoop
+from gradrewrite.ir.zero_cover import ZeroCover
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.forward_values import ForwardValues
+from gradrewrite.rewriting.inserters.backwards import OpBackwards
 from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loop_answers import IterationClass, Table, classes_of, name_rolled, sites_in
@@ -36,6 +39,7 @@ from gradrewrite.rewriting.loop_replays import describe
 from gradrewrite.sites import Site
 
 Ask = Callable[[Site], tuple[Answered, ...]]
+Insert = Callable[[Canvas, InsertionPoint, Sequence[Insertion]], None]
 
 
 @dataclass
@@ -50,6 +54,7 @@ class InsertedLoops:
     replaced: dict[str, str] = field(default_factory=dict)  # by new node: the operator in whose place it is
     recording: set[str] = field(default_factory=set)  # keys of loops with records or kept tensors, that have its length
     replayed: dict[str, ReplayLoop] = field(default_factory=dict)  # by the node that runs a loop
+    covers: dict[Site, ZeroCover] = field(default_factory=dict)  # of the backward of ops, where zeros stay zeros
 
 
 def insert_in_loops(
@@ -76,7 +81,7 @@ def insert_in_loops(
             found.answers |= {site: ask(site) for site in sites_in(loop)}
     name_rolled(marked)
     for insertion in insertions:
-        insertion.run(ask, measured, marked.engine)
+        insertion.run(ask, measured, marked)
     return found
 
 
@@ -123,13 +128,14 @@ class _Insertion:
         given: list[fx.Node] = self._forward.args[0]  # type: ignore[assignment]
         return given
 
-    def run(self, ask: Ask, measured: Measured, engine: str) -> None:
+    def run(self, ask: Ask, measured: Measured, marked: MarkedJointGraph) -> None:
         """Insert, cut the body, and put its code into the graph."""
         loop = self._loop
         own_answers = {site: ask(site) for site in sites_in(loop)}
         self._found.answers |= own_answers
         ahead = sites_in(loop, fake_tensors.hint_of(loop.length), loop.num_answered)
         answers = own_answers | {site: ask(site) for site in ahead}
+        self._insert_at_backwards(ask, measured, marked)
         activations, errors = read_markers(self._body.graph)
         order = {node: number for number, node in enumerate(self._body.graph.nodes)}
         for name in self._loop.numbers:
@@ -159,11 +165,43 @@ class _Insertion:
         editing.add_outputs(self._body.graph, [last for _, last in self._carried.values()])
         self._canvas.erase_unused()
         self._lift_live()
-        parts = partition(self._body, self._given, engine)
+        parts = partition(self._body, self._given, marked.engine)
         self._found.replayed |= dict.fromkeys(self._emit(parts, packs, kept), replayed)
         for own, edit in self._edits:
             by_iteration = {n: own.edit_at(edit, n, self._label) for n in self._iterations_of(own)}
             replayed.actions.update(dict.fromkeys(edit.nodes, by_iteration))
+
+    def _insert_at_backwards(self, ask: Ask, measured: Measured, marked: MarkedJointGraph) -> None:
+        """Insert at the ops of an iteration; the answers have to be those of all iterations."""
+        fixed = self._body.graph.find_nodes(op="placeholder")[self._body.num_moving :]
+        backwards = OpBackwards(self._canvas, marked.ops, fixed)
+        names = {number: name for name, number in self._loop.numbers.items()}
+        for value, point in backwards.points.items():
+            name = names[value]
+            if not self._loop.has_site(name, "backward"):
+                continue
+            sites = [self._loop.site(name, "backward", n) for n in range(self._loop.num_answered)]
+            answers = {site: ask(site) for site in sites}
+            self._found.answers |= answers
+            for own in classes_of(self._loop, answers, name, "backward", measured):
+                if not own.is_all:
+                    refuse(own.insertions[0], Context(own.site, no_backward=_OTHER_ANSWERS))
+                point.site = own.site
+                self._insert(own, point, partial(self._insert_at_op, backwards, value, sites))
+        editing.erase_op_markers(self._body.graph)
+
+    def _insert_at_op(
+        self,
+        backwards: OpBackwards,
+        value: int,
+        sites: Sequence[Site],
+        _: Canvas,
+        point: InsertionPoint,
+        insertions: Sequence[Insertion],
+    ) -> None:
+        cover = backwards.insert(value, point, insertions)
+        if cover is not None:
+            self._found.covers |= dict.fromkeys(sites, cover)
 
     def _fix_lengths(self, *, is_recording: bool) -> None:
         """Fix the lengths of earlier loops of its name, as far as its names need them."""
@@ -173,7 +211,7 @@ class _Insertion:
             if self._states or (is_recording and other.key not in self._found.recording):
                 other.fix()
 
-    def _insert(self, own: IterationClass, point: InsertionPoint) -> fx.Node:
+    def _insert(self, own: IterationClass, point: InsertionPoint, insert: Insert = insert) -> fx.Node:
         """Insert at a value in some iterations; return the result in all of them."""
         canvas, packing = self._canvas, self._canvas.packing
         before, num_placed, num_records = point.node, len(packing.placed), len(packing.records)
@@ -392,6 +430,10 @@ class _Insertion:
         return replace(placed, seen=Anchor(calls[is_forward], self._orders[is_forward]))
 
 
+_OTHER_ANSWERS = (
+    "is in a loop, and the policy has other answers in other iterations of it. Let it answer alike in all of them, or "
+    'leave the loop unrolled (loops="unrolled")'
+)
 _OF_CHECKPOINTS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
