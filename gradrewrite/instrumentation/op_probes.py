@@ -60,15 +60,15 @@ def _with_checkpoints(gm: fx.GraphModule, outer: dict[fx.Node, fx.Node]) -> Iter
 
 def _insert_in(gm: fx.GraphModule, found: list[CalledOp]) -> None:
     for node in list(gm.graph.nodes):
-        value = _value_of(node)
-        if value is None or is_checkpoint(node) or node.target is run_loop:
+        values = _values_of(node)
+        if not values or is_checkpoint(node) or node.target is run_loop:
             continue
         operands = _operands(node)
         if not operands:
             continue
         changed = changed_in_place(node)
         args, kwargs = _described((node.args, node.kwargs))
-        op = CalledOp(value, args, kwargs, len(operands), _refusal(node, changed))
+        op = CalledOp(values, args, kwargs, len(operands), _refusal(node, changed))
         number = len(found)
         found.append(op)
         if op.refusal:
@@ -80,14 +80,14 @@ def _insert_in(gm: fx.GraphModule, found: list[CalledOp]) -> None:
             gm.graph.call_function(_behind, (number, changed[0] if changed else node))
 
 
-def _value_of(node: fx.Node) -> int | None:
-    """Return the number of the value that an op makes, the first of several; None for other nodes."""
+def _values_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the numbers of the values that an op makes; none for other nodes."""
     if node.op not in ("call_function", "call_method") or _is_selection(node) or probed(node) is not None:
-        return None
+        return ()
     if (number := probed(node.next)) is not None:
-        return number
+        return (number,)
     selections = (probed(user.next) for user in node.users if _is_selection(user))
-    return min((number for number in selections if number is not None), default=None)
+    return tuple(sorted(number for number in selections if number is not None))
 
 
 def _is_selection(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ class Symbol:
 class CalledOp:
     """An op as the user called it; its number is that of its markers."""
 
-    value: int  # number of the value that is its result, or the first of its results
+    values: tuple[int, ...]  # numbers of the values that are its results; the first one with a name names the op
     args: tuple[Any, ...]  # with an ``Operand`` in the place of each tensor
     kwargs: Mapping[str, Any]
     num_operands: int

@@ -103,19 +103,18 @@ def erase_op_markers(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def sort_between(first: fx.Node, last: fx.Node) -> None:
-    """Put the nodes from one to another behind those that they read; all else stays in its order."""
-    segment = [first]
-    while segment[-1] is not last:
-        segment.append(segment[-1].next)
-    waiting, before = list(segment), first.prev
-    missing = set(segment)
-    while waiting:
-        node = next(node for node in waiting if missing.isdisjoint(node.all_input_nodes))
-        waiting.remove(node)
-        missing.remove(node)
-        before.append(node)
-        before = node
+def put_readers_behind(node: fx.Node) -> None:
+    """Move what reads a node, and stands before it, behind it, with all that is computed from that."""
+    found: set[fx.Node] = set()
+    todo = [user for user in node.users if user < node]
+    while todo:
+        reader = todo.pop()
+        if reader not in found:
+            found.add(reader)
+            todo += [user for user in reader.users if user < node]
+    for reader in sorted(found):
+        node.append(reader)
+        node = reader
 
 
 def splice(

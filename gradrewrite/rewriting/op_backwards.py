@@ -130,7 +130,6 @@ def replace_gradients(backward: OpBackward, results: Mapping[int, fx.Node]) -> s
     sums = {marker: [u for u in marker.users if u.target is torch.ops.aten.add.Tensor] for marker in parts}
     if any(len(own) != len(marker.users) or len(own) != 1 for marker, own in sums.items()):
         return "reads an input in several parts, and the gradients of these are added up elsewhere"
-    first, last = backward.ends[0].prev, backward.ends[-1].next
     for operand, markers_of in backward.gradients.items():
         for marker in markers_of[1:]:
             (added,) = marker.users
@@ -139,6 +138,6 @@ def replace_gradients(backward: OpBackward, results: Mapping[int, fx.Node]) -> s
             editing.skip(added, other)
             editing.skip(marker, results[operand])
         editing.skip(markers_of[0], results[operand])
-    if len(backward.gradients) > 1:  # what reads one of them may stand before the last
-        editing.sort_between(first.next, last.prev)
+    for result in sorted(set(results.values())):
+        editing.put_readers_behind(result)
     return ""

@@ -58,14 +58,15 @@ def insert_at_backwards(canvas: Canvas, marked: MarkedJointGraph, ask: Ask) -> I
     given = {node: marked.inputs.get(position) for node, position in positions.items()}
     parameters = {node for node, one in given.items() if one is not None and one.role == "parameter"}
     backwards = OpBackwards(canvas, marked.ops, parameters)
-    for value, point in backwards.points.items():
-        if value in site_at:
+    for number, point in backwards.points.items():
+        value = next((value for value in marked.ops[number].values if value in site_at), None)
+        if value is not None:
             site = point.site = site_at[value]("backward")
             found.answers[site] = ask(site)
             found.anchors[site] = Anchor(point.node.name, value)
-    for value, point in backwards.points.items():
+    for number, point in backwards.points.items():
         insertions = [answered.insertion for answered in found.answers.get(point.site, ())]
-        cover = backwards.insert(value, point, insertions)
+        cover = backwards.insert(number, insertions)
         if cover is not None:
             found.covers[point.site] = cover
     editing.erase_op_markers(canvas.graph)
@@ -76,7 +77,7 @@ _NOWHERE = Site("backward", "")
 
 
 class OpBackwards:
-    """The backwards of the ops of one graph, by the number of the value that each op has made.
+    """The backwards of the ops of one graph, by the number of the op.
 
     ``parameters`` are nodes that ``KeepZeros`` takes as they are.
     """
@@ -91,25 +92,28 @@ class OpBackwards:
             backward = own.get(number)
             if backward is None and not op.refusal:
                 continue  # nothing here depends on its errors
-            first, last = (next(iter(backward.errors.values())), backward.ends[-1]) if backward else (canvas.graph.output_node(),) * 2
-            self._ops[op.value] = op, backward
-            self.points[op.value] = InsertionPoint(_NOWHERE, first, last, order[first])
+            first = last = canvas.graph.output_node()
+            if backward is not None:
+                first, last = next(iter(backward.errors.values())), backward.ends[-1]
+            self._ops[number] = op, backward
+            self.points[number] = InsertionPoint(_NOWHERE, first, last, order[first])
 
-    def insert(self, value: int, point: InsertionPoint, insertions: Sequence[Insertion]) -> ZeroCover | None:
+    def insert(self, number: int, insertions: Sequence[Insertion]) -> ZeroCover | None:
         """Insert at one op: zeros stay zeros, then a rule replaces what is left; return how zeros are covered."""
+        point = self.points[number]
         rules = [insertion for insertion in insertions if isinstance(insertion.effect, ReplaceBackward)]
         if len(rules) > 1:
             refuse(rules[1], Context(point.site, rules=", ".join(describe(rule.action) for rule in rules)))
         cover = None
         for insertion in insertions:
             if isinstance(insertion.effect, KeepZeroErrors) and cover is None:
-                cover = self._keep_zeros(value, point.site, insertion)
+                cover = self._keep_zeros(number, point.site, insertion)
         for insertion in rules:
-            self._replace(value, point, insertion)
+            self._replace(number, point, insertion)
         return cover
 
-    def _keep_zeros(self, value: int, site: Site, insertion: Insertion) -> ZeroCover:
-        op, backward = self._ops[value]
+    def _keep_zeros(self, number: int, site: Site, insertion: Insertion) -> ZeroCover:
+        op, backward = self._ops[number]
         if backward is None:
             self._canvas.note(site, insertion)
             return ZeroCover(not_covered=(op.refusal,))
@@ -117,8 +121,8 @@ class OpBackwards:
         self._canvas.note(site, insertion, tuple(node.name for node in new))
         return cover
 
-    def _replace(self, value: int, point: InsertionPoint, insertion: Insertion) -> None:
-        op, backward = self._ops[value]
+    def _replace(self, number: int, point: InsertionPoint, insertion: Insertion) -> None:
+        op, backward = self._ops[number]
         if backward is None or op.repeated:
             reason = op.refusal or "is given one tensor several times; give it x.clone() the second time"
             refuse(insertion, Context(point.site, no_backward=reason))

@@ -176,9 +176,10 @@ class _Insertion:
         fixed = self._body.graph.find_nodes(op="placeholder")[self._body.num_moving :]
         backwards = OpBackwards(self._canvas, marked.ops, fixed)
         names = {number: name for name, number in self._loop.numbers.items()}
-        for value, point in backwards.points.items():
-            name = names[value]
-            if not self._loop.has_site(name, "backward"):
+        for number, point in backwards.points.items():
+            own_names = (names[value] for value in marked.ops[number].values)
+            name = next((name for name in own_names if self._loop.has_site(name, "backward")), None)
+            if name is None:
                 continue
             sites = [self._loop.site(name, "backward", n) for n in range(self._loop.num_answered)]
             answers = {site: ask(site) for site in sites}
@@ -187,19 +188,19 @@ class _Insertion:
                 if not own.is_all:
                     refuse(own.insertions[0], Context(own.site, no_backward=_OTHER_ANSWERS))
                 point.site = own.site
-                self._insert(own, point, partial(self._insert_at_op, backwards, value, sites))
+                self._insert(own, point, partial(self._insert_at_op, backwards, number, sites))
         editing.erase_op_markers(self._body.graph)
 
     def _insert_at_op(
         self,
         backwards: OpBackwards,
-        value: int,
+        number: int,
         sites: Sequence[Site],
         _: Canvas,
-        point: InsertionPoint,
+        __: InsertionPoint,
         insertions: Sequence[Insertion],
     ) -> None:
-        cover = backwards.insert(value, point, insertions)
+        cover = backwards.insert(number, insertions)
         if cover is not None:
             self._found.covers |= dict.fromkeys(sites, cover)
 
