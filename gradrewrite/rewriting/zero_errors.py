@@ -19,22 +19,21 @@ from gradrewrite._compat import operators
 from gradrewrite.ir import editing
 from gradrewrite.ir.called_ops import OpBackward
 from gradrewrite.ir.zero_cover import ZeroCover
-from gradrewrite.rewriting.zero_rules import RULES, Derived, Risk, unchanged_by_errors
+from gradrewrite.rewriting.zero_rules import RULES, Derived, unchanged_by_errors
 
 def keep_zeros(
     graph: fx.Graph, backward: OpBackward, own: Sequence[fx.Node], parameters: Collection[fx.Node]
 ) -> tuple[list[fx.Node], ZeroCover]:
     """Let zeros stay zeros through the backward of an op, whose nodes these are.
 
-    ``parameters`` are taken as they are in products, and so are rows of their gradients. Returns the new nodes too.
+    ``parameters`` are taken as they are in products. Returns the new nodes, too.
     """
     walk = _Walk(graph, backward, parameters)
-    operands = {marker: backward.operands[n] for n, markers_of in backward.gradients.items() for marker in markers_of}
-    for node in sorted([*own, *operands]):
-        if node in operands:
-            least = Risk.ELEMENTS if walk.is_fixed(operands[node]) else Risk.ROWS
+    ends = set(backward.ends)
+    for node in sorted([*own, *ends]):
+        if node in ends:
             given: fx.Node = node.args[0]  # type: ignore[assignment]
-            walk.replace(node, given, walk.clean(given, node, least))
+            walk.replace(node, given, walk.clean(given, node))
         elif walk.read(node) and not unchanged_by_errors(node):
             walk.follow(node)
     new = [node for node in walk.new if node.users]
@@ -68,14 +67,10 @@ class _Walk:
         """Return the inputs of a node that are computed from errors."""
         return [given for given in node.all_input_nodes if given in self._known]
 
-    def risk(self, nodes: Sequence[fx.Node]) -> Risk:
-        """Return the largest risk of values."""
-        known = [self._known.get(node) for node in nodes]
-        return max((one.risk for one in known if isinstance(one, Derived)), default=Risk.NONE)
-
-    def is_fixed(self, node: fx.Node) -> bool:
-        """Return whether a value is a parameter, or a view of one."""
-        return operators.memory_of(node) in self._parameters
+    def is_risky(self, nodes: Sequence[fx.Node]) -> bool:
+        """Return whether one of these values may have a NaN where its errors are 0."""
+        known = (self._known.get(node) for node in nodes)
+        return any(isinstance(one, Derived) and one.is_risky for one in known)
 
     def mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
         """Return the mask of a value; None where it is not known."""
@@ -86,9 +81,9 @@ class _Walk:
             self._masks[known] = known.mask(before)
         return self._masks[known]
 
-    def clean(self, node: fx.Node, before: fx.Node, least: Risk = Risk.ROWS) -> fx.Node:
-        """Return a value with 0 in the place of NaN that was made of zeros, if the risk is as large."""
-        mask = self.mask(node, before) if self.risk([node]) >= least else None
+    def clean(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """Return a value with 0 in the place of NaN that was made of zeros."""
+        mask = self.mask(node, before) if self.is_risky([node]) else None
         if mask is None:
             return node
         self.num_selected += 1
@@ -96,7 +91,7 @@ class _Walk:
 
     def take_out(self, reader: fx.Node, factor: fx.Node, run: Callable[..., Tensor], mask: fx.Node) -> None:
         """Let a node read a copy of a factor without what meets zeros alone; parameters stay."""
-        if not self.is_fixed(factor):
+        if operators.memory_of(factor) not in self._parameters:
             self.num_factors += 1
             self.replace(reader, factor, self.compute(run, [factor, mask], reader))
 

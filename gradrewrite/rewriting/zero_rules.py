@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -20,27 +19,19 @@ def _unknown(_: fx.Node) -> None:
     return None
 
 
-class Risk(IntEnum):
-    """What may have made a NaN of errors that are 0."""
-
-    NONE = 0
-    ROWS = 1  # a row of a product, all errors of which are 0
-    ELEMENTS = 2
-
-
 @dataclass(eq=False)
 class Derived:
     """A value that is computed from errors."""
 
     mask: Mask = _unknown
-    risk: Risk = Risk.NONE
+    is_risky: bool = False  # it may have a NaN where its errors are 0
 
 
 class Walk(Protocol):
     """The values of the backward of an op; see ``zero_errors``."""
 
     def read(self, node: fx.Node) -> list[fx.Node]: ...  # noqa: D102
-    def risk(self, nodes: Sequence[fx.Node]) -> Risk: ...  # noqa: D102
+    def is_risky(self, nodes: Sequence[fx.Node]) -> bool: ...  # noqa: D102
     def take_out(self, reader: fx.Node, factor: fx.Node, run: Callable[..., Tensor], mask: fx.Node) -> None: ...  # noqa: D102
     def mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None: ...  # noqa: D102
     def clean(self, node: fx.Node, before: fx.Node) -> fx.Node: ...  # noqa: D102
@@ -85,7 +76,7 @@ def _plain(walk: Walk, node: fx.Node) -> Derived:
             return None if masks is None else masks[0]
         return walk.compute(_all_zero(len(masks), value_of(node).shape), [*masks, *others], before)
 
-    return Derived(mask, walk.risk(read))
+    return Derived(mask, walk.is_risky(read))
 
 
 def _factor(walk: Walk, node: fx.Node) -> Derived:
@@ -99,7 +90,7 @@ def _factor(walk: Walk, node: fx.Node) -> Derived:
             return None if masks is None else masks[0]
         return walk.compute(_all_zero(len(masks), value_of(node).shape), masks, before)
 
-    return Derived(mask, Risk.ELEMENTS if has_factor else walk.risk(read))
+    return Derived(mask, has_factor or walk.is_risky(read))
 
 
 def _all_zero(num_masks: int, shape: Sequence[int]) -> Callable[..., Tensor]:
@@ -138,7 +129,7 @@ def _where(walk: Walk, node: fx.Node) -> Derived:
 
         return walk.compute(run, nodes, before)
 
-    return Derived(mask, walk.risk(read))
+    return Derived(mask, walk.is_risky(read))
 
 
 def _masked_fill(walk: Walk, node: fx.Node) -> Derived:
@@ -156,7 +147,7 @@ def _masked_fill(walk: Walk, node: fx.Node) -> Derived:
         is_zero = value == 0
         return walk.compute(lambda m, c: (m | c) if is_zero else (m & ~c), [found, condition], before)
 
-    return Derived(mask, walk.risk([x]))
+    return Derived(mask, walk.is_risky([x]))
 
 
 # Elements that are moved, and added up
@@ -165,7 +156,7 @@ def _masked_fill(walk: Walk, node: fx.Node) -> Derived:
 def _move(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
     """Follow an operator that moves elements: the same on masks."""
     read = walk.read(node)
-    risk = walk.risk(read)
+    is_risky = walk.is_risky(read)
 
     def moved(element: int | None) -> Mask:
         def mask(before: fx.Node) -> fx.Node | None:
@@ -175,8 +166,8 @@ def _move(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
         return mask
 
     if isinstance(node.meta["val"], Tensor):
-        return Derived(moved(None), risk)
-    return [Derived(moved(n), risk) for n in range(len(node.meta["val"]))]
+        return Derived(moved(None), is_risky)
+    return [Derived(moved(n), is_risky) for n in range(len(node.meta["val"]))]
 
 
 def _run_on(
@@ -279,7 +270,7 @@ def _product(walk: Walk, node: fx.Node) -> Derived:
             return walk.compute(lambda m: m.all(-1, keepdim=matrix_b).broadcast_to(tuple(shape)), [found], before)
         return walk.compute(lambda m: m.all(-2, keepdim=True).broadcast_to(tuple(shape)), [found], before)
 
-    return Derived(mask, Risk.ROWS)
+    return Derived(mask)
 
 
 def _left_out(free: int | None, added: int | None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -301,7 +292,7 @@ def _left_out(free: int | None, added: int | None) -> Callable[[Tensor, Tensor],
 
 
 def _slices(
-    error: str, dims: Callable[[Mapping[str, Any]], Sequence[int]], saved: Mapping[str, float], risk: Risk
+    error: str, dims: Callable[[Mapping[str, Any]], Sequence[int]], saved: Mapping[str, float], is_risky: bool
 ) -> Rule:
     """Return the rule of an operator that works on slices: saved values of slices of zeros that are not finite go.
 
@@ -329,7 +320,7 @@ def _slices(
         def mask(before: fx.Node) -> fx.Node | None:
             return walk.compute(lambda z: z.broadcast_to(tuple(made.shape)), [zeros], before)
 
-        first = Derived(mask, risk)
+        first = Derived(mask, is_risky)
         return first if is_tensor else [first, *(Derived() for _ in node.meta["val"][1:])]
 
     return rule
@@ -405,21 +396,21 @@ _RULES: dict[Rule, Sequence[str]] = {
         "replication_pad2d_backward", "_unsafe_masked_index_put_accumulate",
     ),
     _product: ("mm", "bmm", "mv", "dot"),
-    _slices("grad_output", _along, {"output": 0.0}, risk=Risk.NONE): (
+    _slices("grad_output", _along, {"output": 0.0}, is_risky=False): (
         "_softmax_backward_data", "_log_softmax_backward_data",
     ),
-    _slices("grad_out", _normalized, _NORM, risk=Risk.ELEMENTS): (
+    _slices("grad_out", _normalized, _NORM, is_risky=True): (
         "native_layer_norm_backward", "_fused_rms_norm_backward",
     ),
-    _slices("grad_out", _of_channels, _BATCH_NORM, risk=Risk.ELEMENTS): (
+    _slices("grad_out", _of_channels, _BATCH_NORM, is_risky=True): (
         "native_batch_norm_backward", "batch_norm_backward",
     ),
-    _slices("grad_output", _of_samples, {"input": 0.0}, risk=Risk.ELEMENTS): ("convolution_backward",),
-    _slices("grad_out", _last, _ATTENTION, risk=Risk.ELEMENTS): (
+    _slices("grad_output", _of_samples, {"input": 0.0}, is_risky=True): ("convolution_backward",),
+    _slices("grad_out", _last, _ATTENTION, is_risky=True): (
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_cudnn_attention_backward",
     ),
-    _slices("grad_out_", _last, _ATTENTION, risk=Risk.ELEMENTS): ("_scaled_dot_product_efficient_attention_backward",),
+    _slices("grad_out_", _last, _ATTENTION, is_risky=True): ("_scaled_dot_product_efficient_attention_backward",),
 }  # fmt: skip
 RULES: Mapping[Any, Rule] = {
     overload: rule
