@@ -13,7 +13,7 @@ from torch import Tensor
 from gradrewrite.passes._settings import Bound, now
 from gradrewrite.passes._simple import NanToNum, Scale, Zero
 from gradrewrite.policy.actions import Bounded, describe, insertion_at, is_action, kinds_of
-from gradrewrite.policy.insertions import Action, Insertion, ReplaceTensor
+from gradrewrite.policy.insertions import OF_OPS, Action, Insertion, ReplaceTensor
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind, Site
@@ -50,8 +50,8 @@ class _DueSteps:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """Those of the action."""
-        return kinds_of(self.action)
+        """Those of the action; the backward of an op is the same in all steps."""
+        return kinds_of(self.action) - OF_OPS
 
     def check_bounds(self) -> None:
         """Raise ValueError if a bound is a tensor that cannot be one now."""
@@ -60,10 +60,11 @@ class _DueSteps:
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site, as it is in these steps."""
-        found = insertion_at(self.action, site)
-        if site.kind not in found.kinds:
-            return replace(found, action=self)
-        return replace(insertion_at(self._in_due_steps(found.action), site), is_by_site=found.is_by_site)
+        found = insertion_at(self.action, replace(site, kind="error") if site.kind in OF_OPS else site)
+        if site.kind not in self.kinds:
+            return replace(found, action=self, kinds=self.kinds)
+        made = insertion_at(self._in_due_steps(found.action), site)
+        return replace(made, is_by_site=found.is_by_site, kinds=self.kinds)
 
     def _in_due_steps(self, action: Any) -> Any:
         if not isinstance(action, HasBounds):
@@ -117,7 +118,7 @@ class _Chosen:
         return self.when
 
     def at(self, site: Site) -> Insertion:
-        found = insertion_at(self.action, site)
+        found = insertion_at(self.action, replace(site, kind="error") if site.kind in OF_OPS else site)
         assert isinstance(found.effect, ReplaceTensor)
         effect = ReplaceTensor(partial(self._choose, found.effect.run), found.effect.reads)
         return Insertion(self, effect, found.kinds, has_units=found.has_units)

@@ -11,7 +11,7 @@ from gradrewrite.sites import Kind, Site
 
 @dataclass(frozen=True, slots=True)
 class KeepZeros:
-    """Let what leaves the backward of an op be 0 where the error that enters it is exactly 0.
+    """Keep zeros in the backward of an op: an error of exactly 0 leaves it as 0.
 
     By the chain rule torch multiplies an error of 0 by the derivative, and 0 times infinity is NaN: a value that a
     mask, ``torch.where``, ``clamp`` or ``torch.minimum`` has discarded makes all gradients NaN.

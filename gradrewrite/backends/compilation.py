@@ -425,9 +425,9 @@ class GraphCompilation:
         count = Counter(loss for _, loss in self.result.copies.values())
         loss_nodes = tuple(count[loss] for loss in range(1 + max((k for k in count if k is not None), default=-1)))
         not_saved, loops = tuple(self.result.saved.not_saved.items()), tuple(self.python_loops)
+        further = self.measured, loss_nodes, self.engine.name, not_saved, loops
         zeros = tuple(self.result.zeros.items())
-        further = self.measured, loss_nodes, self.engine.name, not_saved, loops, zeros
-        return GraphReport(self.frame, self.is_whole, *named, *further)
+        return GraphReport(self.frame, self.is_whole, *named, *further, zeros=zeros)
 
     def _note_warnings(self, result: RewriteResult) -> None:
         warnings = self.session.warnings

@@ -90,7 +90,7 @@ class Explanation:
 
 
 def _lines_of_zeros(zeros: Sequence[tuple[Site, ZeroCover]]) -> list[str]:
-    """Return a line for each kind of op whose backward keeps zeros, and its cost."""
+    """Return a line for each op with ``KeepZeros``, and each cost."""
     by_kind: dict[tuple[str, str], list[Site]] = {}
     for site, cover in zeros:
         by_kind.setdefault((site.op, str(cover)), []).append(site)

@@ -12,6 +12,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,7 +113,11 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _described(arguments: Any) -> Any:
     """Return the arguments of an op with places instead of nodes."""
     count = iter(range(1 << 30))
-    return fx.node.map_arg(arguments, lambda given: Operand(next(count)) if fake_of(given) is not None else Symbol())
+
+    def place(given: fx.Node) -> Any:
+        return Operand(next(count)) if fake_of(given) is not None else Symbol()
+
+    return fx.node.map_arg(arguments, place)
 
 
 _ON_VIEW = "writes in place into a view: autograd hands its error to the base of the view, past the op"
@@ -192,31 +197,25 @@ class _OpTracing:
     def _register(number: int, begins: dict[Any, dict[int, int]], ends: dict[Any, dict[int, int]]) -> None:
         errors: list[Tensor] = []
 
-        def at_begin(results: dict[int, int]) -> Any:
-            def mark(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-                marked = list(grads)
-                for at, result in results.items():
-                    if (g := grads[at]) is not None:
-                        marked[at] = markers.mark_op_error(g, number, result)
-                errors.extend(x for n, x in enumerate(marked) if n in results and x is not None)
-                return tuple(marked)
+        def at_begin(results: dict[int, int], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+            marked = list(grads)
+            for at, g in enumerate(grads):
+                if at in results and g is not None:
+                    marked[at] = markers.mark_op_error(g, number, results[at])
+                    errors.append(marked[at])  # type: ignore[arg-type]
+            return tuple(marked)
 
-            return mark
-
-        def at_end(operands: dict[int, int]) -> Any:
-            def mark(grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
-                marked = list(grads)
-                for at, operand in operands.items():
-                    if (g := grads[at]) is not None and errors:
-                        marked[at] = markers.mark_op_gradient(g, errors, number, operand)
-                return tuple(marked)
-
-            return mark
+        def at_end(operands: dict[int, int], grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+            marked = list(grads)
+            for at, g in enumerate(grads if errors else ()):
+                if at in operands and g is not None:
+                    marked[at] = markers.mark_op_gradient(g, errors, number, operands[at])
+            return tuple(marked)
 
         for node, results in begins.items():
-            node.register_prehook(at_begin(results))
+            node.register_prehook(partial(at_begin, results))
         for node, operands in ends.items():
-            node.register_hook(at_end(operands))
+            node.register_hook(partial(at_end, operands))
 
 
 def _is_refused(op: CalledOp, tensors: Sequence[Tensor]) -> bool:
@@ -242,17 +241,17 @@ def _ends(begins: Collection[Any], places: Collection[_Edge]) -> list[tuple[Any,
     return found
 
 
-_ops: ContextVar[_OpTracing | None] = ContextVar("gradrewrite_op_tracing", default=None)
+_traced_ops: ContextVar[_OpTracing | None] = ContextVar("gradrewrite_op_tracing", default=None)
 
 
 def _before(number: int, *operands: Tensor) -> None:
-    tracing = _ops.get()
+    tracing = _traced_ops.get()
     if tracing is not None and make_fx.is_tracing():
         tracing.begin(number, operands)
 
 
 def _behind(number: int, made: Any) -> None:
-    tracing = _ops.get()
+    tracing = _traced_ops.get()
     if tracing is not None and make_fx.is_tracing():
         tracing.end(number, made)
 
@@ -264,8 +263,8 @@ fx.node.has_side_effect(_behind)
 @contextlib.contextmanager
 def tracing_ops(ops: Sequence[CalledOp]) -> Iterator[None]:
     """Let the probes around these ops act inside the block."""
-    token = _ops.set(_OpTracing(ops) if ops else None)
+    token = _traced_ops.set(_OpTracing(ops) if ops else None)
     try:
         yield
     finally:
-        _ops.reset(token)
+        _traced_ops.reset(token)

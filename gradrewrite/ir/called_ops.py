@@ -1,4 +1,4 @@
-"""Ops of a Dynamo graph whose backward has a site."""
+"""Ops of a Dynamo graph with a site for their backward."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def erase_op_markers(graph: fx.Graph) -> None:
 
 
 def put_readers_behind(node: fx.Node) -> None:
-    """Move what reads a node, and stands before it, behind it, with all that is computed from that."""
+    """Move earlier readers of a node behind it, with all their own readers."""
     found: set[fx.Node] = set()
     todo = [user for user in node.users if user < node]
     while todo:

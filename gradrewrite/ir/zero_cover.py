@@ -22,7 +22,7 @@ class ZeroCover:
     not_covered: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """What is inserted, and what is not covered."""
+        """The inserted nodes, and the operators without a cover."""
         counts = ((self.selected, "select"), (self.slices, "search"), (self.factors, "copy"))
         plural = {"select": "selects", "search": "searches", "copy": "copies"}
         found = [f"{n} {word if n == 1 else plural[word]}" for n, word in counts if n]

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradrewrite._utils.formatting import located_callable
 from gradrewrite.errors import PolicyError
 from gradrewrite.policy.backward_op import BackwardOp
-from gradrewrite.policy.insertions import BACKWARD, OF_OPS, Action, Insertion, ReplaceBackward, ReplaceTensor
+from gradrewrite.policy.insertions import OF_FUNCTIONS, Action, Insertion, ReplaceBackward, ReplaceTensor
 from gradrewrite.sites import Kind, Site
 
 OpFunction: TypeAlias = Callable[[BackwardOp], "Sequence[Tensor | None] | Tensor"]
@@ -59,7 +59,7 @@ def insertion_at(action: Any, site: Site) -> Insertion:
     if site.kind == "backward":
         if takes_value(action):
             raise PolicyError(f"{site}: {describe(action)} takes 2 arguments; here it takes one, the gr.BackwardOp")
-        return Insertion(action, ReplaceBackward(action), OF_OPS, has_units=True)
+        return Insertion(action, ReplaceBackward(action), has_units=True)
     return Insertion(action, ReplaceTensor(action, "value" if takes_value(action) else ""), has_units=True)
 
 
@@ -131,7 +131,7 @@ def insertion_anywhere(action: Any) -> Insertion | None:
 
 def kinds_of(action: Any) -> frozenset[Kind]:
     """Return the allowed kinds of site of an action or a tensor function."""
-    found: frozenset[Kind] = action.kinds if isinstance(action, Action) else BACKWARD | OF_OPS
+    found: frozenset[Kind] = action.kinds if isinstance(action, Action) else OF_FUNCTIONS
     return found
 
 

@@ -29,6 +29,7 @@ _HEAP_TYPE = 1 << 9  # of Python: a class that was made by a class statement
 MEASURABLE = ANYWHERE | AFTER_UPDATE
 SAVED: frozenset[Kind] = frozenset(("saved",))
 OF_OPS: frozenset[Kind] = frozenset(("backward",))
+OF_FUNCTIONS = BACKWARD | OF_OPS  # of the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ class Insertion:
     def __post_init__(self) -> None:
         """Make the key of an action, and take its kinds."""
         if not self.kinds:
-            object.__setattr__(self, "kinds", self.action.kinds if isinstance(self.action, Action) else BACKWARD)
+            object.__setattr__(self, "kinds", self.action.kinds if isinstance(self.action, Action) else OF_FUNCTIONS)
         if self.key is None:
             object.__setattr__(self, "key", action_key(self.action))
 

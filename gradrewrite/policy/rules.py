@@ -203,8 +203,9 @@ def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> 
 
     What several actions would record of one value is left to one of them.
 
-    Of a callback that is no rule the answers at ``saved``, ``param``, ``state`` and ``backward`` sites count only if it tells their
-    kind from others: it is asked once more, at a site of a kind that does not exist, and answers something else there.
+    Of a callback that is no rule the answers at ``saved``, ``param``, ``state`` and ``backward`` sites count only if it
+    tells their kind from others: it is asked once more, at a site of a kind that does not exist, and answers something
+    else there.
     """
     found = _ask(policy, site, position)
     insertions = measured_once([answered.insertion for answered in found])

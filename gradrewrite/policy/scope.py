@@ -296,8 +296,8 @@ REFUSALS = (
     ),
     Limit(
         lambda insertion, at: bool(at.rules),
-        "{at.site}: {at.rules}: an op has one backward; let the rules match different sites, or make them one function. "
-        "KeepZeros may stand beside a function, which is then given the backward that it has mended",
+        "{at.site}: {at.rules}: an op has one backward; let the rules match different sites, or make them one "
+        "function. KeepZeros may stand beside a function, which is then given the backward that it has mended",
         "backward-of-an-op",
     ),
     Limit(

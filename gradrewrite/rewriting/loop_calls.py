@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from gradrewrite._compat import aot_autograd, fake_tensors
+from gradrewrite.ir import editing, markers
 from gradrewrite.ir.loop_code import call
+from gradrewrite.ir.markers import value_of
 from gradrewrite.rewriting.loop_bodies import Given, LoopParts
 
 
@@ -119,3 +123,21 @@ class LoopCalls:
 def flat(stack: Tensor) -> list[Tensor]:
     """Return all iterations of the first record of a stack ``[T, R]``, then of the second."""
     return [stack.t().reshape(-1)]
+
+
+def return_copies(graph: fx.Graph, memory: Collection[int]) -> None:
+    """Let a graph return copies of tensors in this memory: the caller may change its outputs in place."""
+    outputs = editing.outputs_of(graph.output_node())
+    for position in range(aot_autograd.num_forward_outputs(graph)):
+        node = outputs[position]
+        if isinstance(node, fx.Node) and fake_tensors.storage_key(value_of(node)) in memory:
+            copied = editing.insert_call(graph, markers.copy, (node,), graph.output_node(), "is_forward")
+            editing.replace_output(graph, position, copied)
+
+
+def replace_results(operator_node: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Let the readers of an operator with several results read these instead, and erase it."""
+    for user in list(operator_node.users):
+        assert user.target is operator.getitem
+        editing.skip(user, results[int(user.args[1])])  # type: ignore[arg-type]
+    editing.erase(operator_node)

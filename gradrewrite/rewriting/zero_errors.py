@@ -1,4 +1,4 @@
-"""Zero errors that stay zeros through the backward of an op, although a factor is NaN or infinite.
+"""Zeros of errors, kept through the backward of an op.
 
 A value that is computed from the errors of an op has a mask: where it is 0 because all errors that it is computed from
 are. The mask of an error is ``error == 0``; that of another value follows from its operator (``zero_rules``). A product
@@ -21,10 +21,11 @@ from gradrewrite.ir.called_ops import OpBackward
 from gradrewrite.ir.zero_cover import ZeroCover
 from gradrewrite.rewriting.zero_rules import RULES, Derived, unchanged_by_errors
 
+
 def keep_zeros(
     graph: fx.Graph, backward: OpBackward, own: Sequence[fx.Node], parameters: Collection[fx.Node]
 ) -> tuple[list[fx.Node], ZeroCover]:
-    """Let zeros stay zeros through the backward of an op, whose nodes these are.
+    """Keep zeros in the backward of an op with these nodes.
 
     ``parameters`` are taken as they are in products. Returns the new nodes, too.
     """
@@ -90,7 +91,7 @@ class _Walk:
         return self.compute(_without_nan, [node, mask], before)
 
     def take_out(self, reader: fx.Node, factor: fx.Node, run: Callable[..., Tensor], mask: fx.Node) -> None:
-        """Let a node read a copy of a factor without what meets zeros alone; parameters stay."""
+        """Let a node read a mended copy of a factor; parameters stay."""
         if operators.memory_of(factor) not in self._parameters:
             self.num_factors += 1
             self.replace(reader, factor, self.compute(run, [factor, mask], reader))

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from gradrewrite._compat import operators
 from gradrewrite.ir.markers import value_of
@@ -94,7 +95,7 @@ def _factor(walk: Walk, node: fx.Node) -> Derived:
 
 
 def _all_zero(num_masks: int, shape: Sequence[int]) -> Callable[..., Tensor]:
-    """Return the function that is true where all masks are, and other values are 0."""
+    """Return the conjunction of masks and of ``other == 0``."""
 
     def run(*given: Tensor) -> Tensor:
         found = given[0]
@@ -124,8 +125,8 @@ def _where(walk: Walk, node: fx.Node) -> Derived:
         def run(condition: Tensor, *tensors: Tensor) -> Tensor:
             left = iter(tensors)
             a, b = (next(left) if isinstance(x, fx.Node) else torch.as_tensor(x) for x in branches)
-            zeros = [x if branch in given else x == 0 for x, branch in ((a, branches[0]), (b, branches[1]))]
-            return torch.where(condition, *zeros)
+            a, b = (x if branch in given else x == 0 for x, branch in ((a, branches[0]), (b, branches[1])))
+            return torch.where(condition, a, b)
 
         return walk.compute(run, nodes, before)
 
@@ -170,6 +171,21 @@ def _move(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
     return [Derived(moved(n), is_risky) for n in range(len(node.meta["val"]))]
 
 
+def _complex(walk: Walk, node: fx.Node) -> Derived:
+    """Follow a view of complex numbers as pairs, or the other way."""
+    (read,) = walk.read(node)
+    to_pairs = operators.name_of(node) == "view_as_real"
+
+    def run(mask: Tensor) -> Tensor:
+        return mask.unsqueeze(-1).expand(*mask.shape, 2) if to_pairs else mask.all(-1)
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        found = walk.mask(read, before)
+        return None if found is None else walk.compute(run, [found], before)
+
+    return Derived(mask, walk.is_risky([read]))
+
+
 def _run_on(
     walk: Walk,
     node: fx.Node,
@@ -186,10 +202,10 @@ def _run_on(
 
     def run(*tensors: Tensor) -> Tensor:
         given = {n: prepare(x) if prepare and n in own else x for n, x in zip(nodes, tensors, strict=True)}
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: given[n])  # type: ignore[misc, arg-type, return-value]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: given[n])
         made = target(*args, **kwargs)
         made = made if element is None else made[element]
-        return finish(made) if finish else made  # type: ignore[no-any-return]
+        return finish(made) if finish else made
 
     return walk.compute(run, [own.get(n, n) for n in nodes], before)
 
@@ -225,9 +241,7 @@ def _linear(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
         if masks is None:
             return None
         dtype = value_of(read[0]).dtype
-        return _run_on(
-            walk, node, read, masks, before, prepare=lambda m: (~m).to(dtype), finish=lambda made: made == 0
-        )
+        return _run_on(walk, node, read, masks, before, prepare=lambda m: (~m).to(dtype), finish=lambda made: made == 0)
 
     if isinstance(node.meta["val"], Tensor):
         return Derived(mask)
@@ -274,10 +288,10 @@ def _product(walk: Walk, node: fx.Node) -> Derived:
 
 
 def _left_out(free: int | None, added: int | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function that takes elements out of a factor that are not finite and meet zeros alone.
+    """Return the function that takes non-finite elements out of a factor.
 
-    ``free`` is the dimension of the mask that is not added up; ``added`` is where the other one is missing in the
-    factor.
+    They are those that meet zeros alone. ``free`` is the dimension of the mask that is not added up; ``added`` is where
+    the other one is missing in the factor.
     """
 
     def run(other: Tensor, mask: Tensor) -> Tensor:
@@ -291,13 +305,14 @@ def _left_out(free: int | None, added: int | None) -> Callable[[Tensor, Tensor],
 # Operators of several operations, which work on slices by themselves
 
 
-def _slices(
-    error: str, dims: Callable[[Mapping[str, Any]], Sequence[int]], saved: Mapping[str, float], is_risky: bool
-) -> Rule:
+Search: TypeAlias = Callable[[Mapping[str, Any]], Callable[[Tensor], Tensor]]
+
+
+def _slices(error: str, search: Search, saved: Mapping[str, float], *, is_risky: bool) -> Rule:
     """Return the rule of an operator that works on slices: saved values of slices of zeros that are not finite go.
 
-    ``dims`` are those of a slice in the error. ``saved`` has what is put into the place of such values, by argument.
-    The first result has the slices of the error.
+    ``search`` makes a mask of slices from one of the error. ``saved`` has what is put into the place of such values, by
+    argument. The first result has the slices of the error.
     """
 
     def rule(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
@@ -309,8 +324,7 @@ def _slices(
             walk.leave_uncovered(node)
             return Derived() if is_tensor else [Derived() for _ in node.meta["val"]]
         walk.replace(node, given, walk.clean(given, node))
-        own = list(dims(arguments))
-        zeros = walk.compute(lambda m: _all(m, own), [found], node)
+        zeros = walk.compute(search(arguments), [found], node)
         for name, number in saved.items():
             value = arguments.get(name)
             if isinstance(value, fx.Node):
@@ -327,38 +341,49 @@ def _slices(
 
 
 def _without_bad(number: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function that replaces what is not finite in slices of zeros, which have size 1 where they go on."""
+    """Return the function that replaces non-finite values in slices of zeros."""
 
     def run(value: Tensor, zeros: Tensor) -> Tensor:
         if zeros.dim() != value.dim():  # a figure of each slice
-            zeros = zeros.reshape([n for n in zeros.shape if n != 1] if value.dim() else ())
-            if zeros.shape != value.shape:
-                zeros = zeros.reshape(value.shape)
+            if zeros.numel() < value.numel():  # of attention, padded
+                zeros = functional.pad(zeros.squeeze(-1), (0, value.shape[-1] - zeros.shape[-2]))
+            zeros = zeros.reshape(*value.shape, -1)[..., 0]
         return torch.where(zeros & ~value.isfinite(), number, value)
 
     return run
 
 
-def _along(arguments: Mapping[str, Any]) -> list[int]:
-    return [arguments["dim"]]
+def _over(dims: Callable[[Mapping[str, Any]], Sequence[int]]) -> Search:
+    """Return the search for slices of these dimensions."""
+
+    def search(arguments: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+        own = list(dims(arguments))
+        return lambda mask: _all(mask, own)
+
+    return search
 
 
-def _normalized(arguments: Mapping[str, Any]) -> list[int]:
-    return [-1 - n for n in range(len(arguments["normalized_shape"]))]
+def _of_groups(arguments: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    groups = arguments["group"]
+
+    def run(mask: Tensor) -> Tensor:
+        samples, channels = mask.shape[:2]
+        zeros = mask.reshape(samples, groups, -1).all(-1, keepdim=True)
+        zeros = zeros.expand(samples, groups, channels // groups)
+        return zeros.reshape(samples, channels, *[1] * (mask.dim() - 2))
+
+    return run
 
 
-def _of_channels(arguments: Mapping[str, Any]) -> list[int]:
-    return [n for n in range(value_of(arguments["input"]).dim()) if n != 1]
+def _dims_of_input(arguments: Mapping[str, Any]) -> range:
+    return range(value_of(arguments["input"]).dim())
 
 
-def _of_samples(arguments: Mapping[str, Any]) -> list[int]:
-    return list(range(1, value_of(arguments["input"]).dim()))
-
-
-def _last(_: Mapping[str, Any]) -> list[int]:
-    return [-1]
-
-
+_ALONG = _over(lambda arguments: [arguments["dim"]])
+_NORMALIZED = _over(lambda arguments: [-1 - n for n in range(len(arguments["normalized_shape"]))])
+_CHANNELS = _over(lambda arguments: [n for n in _dims_of_input(arguments) if n != 1])
+_SAMPLES = _over(lambda arguments: _dims_of_input(arguments)[1:])
+_LAST = _over(lambda _: [-1])
 _INF = float("inf")
 _NORM = {"input": 0.0, "mean": 0.0, "rstd": 0.0}
 _BATCH_NORM = {"input": 0.0, "save_mean": 0.0, "save_invstd": 0.0, "save_var": 0.0}
@@ -381,8 +406,10 @@ _RULES: dict[Rule, Sequence[str]] = {
     _masked_fill: ("masked_fill",),
     _move: (
         "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "slice", "select", "squeeze",
-        "unsqueeze", "unbind", "split", "split_with_sizes", "cat", "stack", "flip", "roll", "diagonal", "unfold", "repeat",
+        "unsqueeze", "unbind", "split", "split_with_sizes", "cat", "stack", "flip", "roll", "diagonal", "unfold",
+        "repeat",
     ),
+    _complex: ("view_as_real", "view_as_complex"),
     _sum: ("sum", "mean"),
     _linear: (
         "constant_pad_nd", "index", "gather", "index_select", "take", "slice_scatter", "select_scatter",
@@ -396,21 +423,22 @@ _RULES: dict[Rule, Sequence[str]] = {
         "replication_pad2d_backward", "_unsafe_masked_index_put_accumulate",
     ),
     _product: ("mm", "bmm", "mv", "dot"),
-    _slices("grad_output", _along, {"output": 0.0}, is_risky=False): (
+    _slices("grad_output", _ALONG, {"output": 0.0}, is_risky=False): (
         "_softmax_backward_data", "_log_softmax_backward_data",
     ),
-    _slices("grad_out", _normalized, _NORM, is_risky=True): (
+    _slices("grad_out", _NORMALIZED, _NORM, is_risky=True): (
         "native_layer_norm_backward", "_fused_rms_norm_backward",
     ),
-    _slices("grad_out", _of_channels, _BATCH_NORM, is_risky=True): (
+    _slices("grad_out", _of_groups, _NORM, is_risky=True): ("native_group_norm_backward",),
+    _slices("grad_out", _CHANNELS, _BATCH_NORM, is_risky=True): (
         "native_batch_norm_backward", "batch_norm_backward",
     ),
-    _slices("grad_output", _of_samples, {"input": 0.0}, is_risky=True): ("convolution_backward",),
-    _slices("grad_out", _last, _ATTENTION, is_risky=True): (
+    _slices("grad_output", _SAMPLES, {"input": 0.0}, is_risky=True): ("convolution_backward",),
+    _slices("grad_out", _LAST, _ATTENTION, is_risky=True): (
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_cudnn_attention_backward",
     ),
-    _slices("grad_out_", _last, _ATTENTION, is_risky=True): ("_scaled_dot_product_efficient_attention_backward",),
+    _slices("grad_out_", _LAST, _ATTENTION, is_risky=True): ("_scaled_dot_product_efficient_attention_backward",),
 }  # fmt: skip
 RULES: Mapping[Any, Rule] = {
     overload: rule

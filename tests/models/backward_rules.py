@@ -34,7 +34,7 @@ def by_hand(forward: Op, backward: Callable[..., Any]) -> Op:
             saved = ctx.saved_tensors
             return backward(errors, saved[: ctx.num_args], saved[ctx.num_args :])
 
-    return Function.apply  # type: ignore[no-any-return]
+    return Function.apply
 
 
 def hooked(op: Op, change: Callable[[Tensor], Tensor]) -> Op:
@@ -66,7 +66,7 @@ def reversed_(op: gr.BackwardOp) -> Any:
 
 
 def _linear_reversed(errors: Any, inputs: Any, _: Any) -> Any:
-    (e,), (x, w, b) = errors, inputs
+    (e,), (x, w, _b) = errors, inputs
     rows, given = e.flatten(0, -2), x.flatten(0, -2)
     return -(rows @ w).view_as(x), -(rows.mT @ given), -rows.sum(0)
 
@@ -92,10 +92,6 @@ class Sign(torch.autograd.Function):
         return error * 0.5
 
 
-def _guided(op: gr.BackwardOp) -> Tensor:
-    return torch.where((op.error > 0) & (op.output > 0), op.error, 0)
-
-
 def _straight(op: gr.BackwardOp) -> Any:
     return op.error
 
@@ -116,41 +112,96 @@ def _linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, w, b)
 
 
-def _both(op: Op) -> Op:
+def _softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def _positive(e: Tensor, y: Tensor) -> Tensor:
+    return torch.where((e > 0) & (y > 0), e, 0)
+
+
+def _columns(split: Op) -> Op:
+    return lambda x: torch.cat([split(x)[n] for n in (0, 2, 2, 0)], -1)
+
+
+def _split(x: Tensor) -> Any:
+    return x.split(1, -1)
+
+
+def _largest(largest: Op) -> Op:
+    return lambda x: largest(x)[0][..., None] + x
+
+
+def _max(x: Tensor) -> Any:
+    return x.max(-1)
+
+
+def _leaky(x: Tensor) -> Tensor:
+    return F.leaky_relu(x, negative_slope=0.25)
+
+
+def _by_slope(op: gr.BackwardOp) -> Any:
+    return op.error * op.kwargs["negative_slope"]
+
+
+def _relu_(x: Tensor) -> Tensor:
+    return (x * 1).relu_()
+
+
+def _normalize(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+def _attention(attention: Op) -> Op:
+    return lambda x: attention(x, 2 * x, x + 1)
+
+
+def _twice(op: Op) -> Op:
     return lambda x: op(x, x)
 
 
+def _batch_norm(x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def _rows(op: Op) -> Op:
+    return lambda x: op(x.flatten(0, 1)).view_as(x)
+
+
+def _dropout(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5)
+
+
+def _own(f: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return a backward of error, input and output of an op with one of each."""
+    return lambda errors, inputs, outputs: f(errors[0], inputs[0], outputs[0])
+
+
+_ATTENTION = F.scaled_dot_product_attention
+_SPLIT = _columns(hooked(_split, clamp))
+_CLIPPED_ATTENTION = _attention(hooked(_ATTENTION, clamp))
+_GUIDED = _own(lambda e, x, y: _positive(e, y))
+_SCALED = by_hand(torch.abs, _own(lambda e, x, y: e * x))
+_HALF = by_hand(torch.exp, _own(lambda e, x, y: e * y / 2))
+_BY_HAND_MAX = _largest(by_hand(_max, _max_of_rows))
+
 CASES: dict[str, Case] = {
-    "straight through": Case("round", torch.round, _straight, by_hand(torch.round, lambda e, *_: e[0])),
-    "method": Case("floor", lambda x: x.floor(), _straight, by_hand(torch.floor, lambda e, *_: e[0])),
+    "straight through": Case("round", torch.round, _straight, by_hand(torch.round, _own(lambda e, x, y: e))),
+    "method": Case("floor", lambda x: x.floor(), _straight, by_hand(torch.floor, _own(lambda e, x, y: e))),
     "reversal": Case("linear", _linear, reversed_, by_hand(_linear, _linear_reversed), 3),
-    "softmax": Case("softmax", lambda x: x.softmax(-1), clipped, by_hand(lambda x: x.softmax(-1), _softmax_clipped)),
-    "of the output": Case(
-        "exp", torch.exp, lambda op: op.error * op.output / 2, by_hand(torch.exp, lambda e, x, y: e[0] * y[0] / 2)
-    ),
-    "of the input": Case(
-        "abs", torch.abs, lambda op: op.error * op.inputs[0], by_hand(torch.abs, lambda e, x, y: e[0] * x[0])
-    ),
-    "of an argument": Case(
-        "leaky_relu",
-        lambda x: F.leaky_relu(x, negative_slope=0.25),
-        lambda op: op.error * op.kwargs["negative_slope"],
-        by_hand(lambda x: F.leaky_relu(x, 0.25), lambda e, *_: e[0] * 0.25),
-    ),
-    "several results": Case(
-        "max",
-        lambda x: x.max(-1)[0][..., None] + x,
-        lambda op: 2 * op.vjp(op.error)[0],
-        lambda x: by_hand(lambda x: x.max(-1), _max_of_rows)(x)[0][..., None] + x,
-    ),
-    "an unused result": Case("split", lambda x: torch.cat([x.split(1, -1)[n] for n in (0, 2, 2, 0)], -1), clipped, lambda x: torch.cat([hooked(lambda x: x.split(1, -1), clamp)(x)[n] for n in (0, 2, 2, 0)], -1)),
-    "in place": Case("relu_", lambda x: (x * 1).relu_(), _guided, by_hand(torch.relu, lambda e, x, y: torch.where((e[0] > 0) & (y[0] > 0), e[0], 0))),
-    "custom function": Case("apply", Sign.apply, _straight, by_hand(torch.sign, lambda e, *_: e[0])),
-    "several parts": Case("normalize", lambda x: F.normalize(x, dim=-1), clipped, hooked(lambda x: F.normalize(x, dim=-1), clamp), is_exact=False),
-    "twice": Case("multiply", _both(torch.multiply), clipped, _both(hooked(torch.multiply, clamp)), is_exact=False),
-    "attention": Case("scaled_dot_product_attention", lambda x: F.scaled_dot_product_attention(x, 2 * x, x + 1), clipped, lambda x: hooked(F.scaled_dot_product_attention, clamp)(x, 2 * x, x + 1), is_exact=False),
-    "batch norm": Case("batch_norm", lambda x: F.batch_norm(x.flatten(0, 1), None, None, training=True).view_as(x), clipped, lambda x: hooked(lambda x: F.batch_norm(x, None, None, training=True), clamp)(x.flatten(0, 1)).view_as(x)),
-    "dropout": Case("dropout", lambda x: F.dropout(x, 0.5), clipped, hooked(lambda x: F.dropout(x, 0.5), clamp)),
+    "softmax": Case("softmax", _softmax, clipped, by_hand(_softmax, _softmax_clipped)),
+    "output": Case("exp", torch.exp, lambda op: op.error * op.output / 2, _HALF),
+    "input": Case("abs", torch.abs, lambda op: op.error * op.inputs[0], _SCALED),
+    "argument": Case("leaky_relu", _leaky, _by_slope, by_hand(_leaky, _own(lambda e, x, y: e * 0.25))),
+    "several results": Case("max", _largest(_max), lambda op: 2 * op.vjp(op.error)[0], _BY_HAND_MAX),
+    "unused result": Case("split", _columns(_split), clipped, _SPLIT),
+    "in place": Case("relu_", _relu_, lambda op: _positive(op.error, op.output), by_hand(torch.relu, _GUIDED)),
+    "custom function": Case("apply", Sign.apply, _straight, by_hand(torch.sign, _own(lambda e, x, y: e))),
+    "several parts": Case("normalize", _normalize, clipped, hooked(_normalize, clamp), is_exact=False),
+    "twice": Case("multiply", _twice(torch.multiply), clipped, _twice(hooked(torch.multiply, clamp)), is_exact=False),
+    "attention": Case(_ATTENTION.__name__, _attention(_ATTENTION), clipped, _CLIPPED_ATTENTION, is_exact=False),
+    "batch norm": Case("batch_norm", _rows(_batch_norm), clipped, _rows(hooked(_batch_norm, clamp))),
+    "dropout": Case("dropout", _dropout, clipped, hooked(_dropout, clamp)),
 }  # fmt: skip
 
 

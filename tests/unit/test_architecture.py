@@ -174,7 +174,7 @@ def test_the_result_of_a_rewrite_has_few_fields() -> None:
     visit(RewriteResult)
 
     assert {kind.__name__ for kind in found} >= {"RewriteResult", "BackwardOutputs", "Placed", "Pack", "SavedRewrite"}
-    assert sum(found.values()) <= 45  # 5 of them for loops
+    assert sum(found.values()) <= 46  # 5 of them for loops, 1 for the backward of ops
 
 
 @pytest.mark.pure

@@ -12,7 +12,7 @@ from gradrewrite._compat import aot_autograd
 from gradrewrite.errors import CallbackError
 from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.ir import editing
-from gradrewrite.ir.called_ops import CalledOp, OpBackward, Operand, Symbol
+from gradrewrite.ir.called_ops import CalledOp, OpBackward, Operand
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.provenance import Anchor
@@ -99,7 +99,7 @@ class OpBackwards:
             self.points[number] = InsertionPoint(_NOWHERE, first, last, order[first])
 
     def insert(self, number: int, insertions: Sequence[Insertion]) -> ZeroCover | None:
-        """Insert at one op: zeros stay zeros, then a rule replaces what is left; return how zeros are covered."""
+        """Insert at one op: first ``KeepZeros``, then a rule; return the cover of the first."""
         point = self.points[number]
         rules = [insertion for insertion in insertions if isinstance(insertion.effect, ReplaceBackward)]
         if len(rules) > 1:
@@ -178,7 +178,11 @@ class _Rule:
 
         def vjp(asked: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
             given = [(n, asked[n], at) for at, n in enumerate(self.errors_at)]
-            own = [(n, e if scale is None else rescale(e, seen[at], errors[at], scale)) for n, e, at in given if e is not None]
+            own = [
+                (n, e if scale is None else rescale(e, seen[at], errors[at], scale))
+                for n, e, at in given
+                if e is not None
+            ]
             made = op_vjp([e for _, e in own], [n for n, _ in own], gradients)
             found = dict(zip(self.wanted, made if scale is None else [unscale(g, scale) for g in made], strict=True))
             return tuple(found.get(n) for n in range(self.op.num_operands))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import aot_autograd, fake_tensors
+from gradrewrite._compat import fake_tensors
 from gradrewrite._utils.grouping import grouped
-from gradrewrite.ir import editing, markers
+from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import OP_LOOP, LoopCode, hold_code
 from gradrewrite.ir.marked_graph import MarkedJointGraph
@@ -21,25 +20,22 @@ from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.outputs import Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.replay_graph import ReplayLoop
-from gradrewrite.ir.zero_cover import ZeroCover
-from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.forward_values import ForwardValues
-from gradrewrite.rewriting.inserters.backwards import OpBackwards
+from gradrewrite.rewriting.inserters.loop_backwards import Covers, Insert, insert_at_ops
 from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loop_answers import IterationClass, Table, classes_of, name_rolled, sites_in
 from gradrewrite.rewriting.loop_bodies import LoopParts, partition, trace_body
-from gradrewrite.rewriting.loop_calls import LoopCalls, flat
+from gradrewrite.rewriting.loop_calls import LoopCalls, flat, replace_results, return_copies
 from gradrewrite.rewriting.loop_replays import describe
 from gradrewrite.sites import Site
 
 Ask = Callable[[Site], tuple[Answered, ...]]
-Insert = Callable[[Canvas, InsertionPoint, Sequence[Insertion]], None]
 
 
 @dataclass
@@ -54,7 +50,7 @@ class InsertedLoops:
     replaced: dict[str, str] = field(default_factory=dict)  # by new node: the operator in whose place it is
     recording: set[str] = field(default_factory=set)  # keys of loops with records or kept tensors, that have its length
     replayed: dict[str, ReplayLoop] = field(default_factory=dict)  # by the node that runs a loop
-    covers: dict[Site, ZeroCover] = field(default_factory=dict)  # of the backward of ops, where zeros stay zeros
+    covers: Covers = field(default_factory=dict)  # of the backward of ops, where zeros stay zeros
 
 
 def insert_in_loops(
@@ -135,7 +131,9 @@ class _Insertion:
         self._found.answers |= own_answers
         ahead = sites_in(loop, fake_tensors.hint_of(loop.length), loop.num_answered)
         answers = own_answers | {site: ask(site) for site in ahead}
-        self._insert_at_backwards(ask, measured, marked)
+        self._found.answers |= insert_at_ops(
+            self._canvas, self._body, marked.ops, ask, measured, self._insert, self._found.covers
+        )
         activations, errors = read_markers(self._body.graph)
         order = {node: number for number, node in enumerate(self._body.graph.nodes)}
         for name in self._loop.numbers:
@@ -170,39 +168,6 @@ class _Insertion:
         for own, edit in self._edits:
             by_iteration = {n: own.edit_at(edit, n, self._label) for n in self._iterations_of(own)}
             replayed.actions.update(dict.fromkeys(edit.nodes, by_iteration))
-
-    def _insert_at_backwards(self, ask: Ask, measured: Measured, marked: MarkedJointGraph) -> None:
-        """Insert at the ops of an iteration; the answers have to be those of all iterations."""
-        fixed = self._body.graph.find_nodes(op="placeholder")[self._body.num_moving :]
-        backwards = OpBackwards(self._canvas, marked.ops, fixed)
-        names = {number: name for name, number in self._loop.numbers.items()}
-        for number, point in backwards.points.items():
-            own_names = (names[value] for value in marked.ops[number].values)
-            name = next((name for name in own_names if self._loop.has_site(name, "backward")), None)
-            if name is None:
-                continue
-            sites = [self._loop.site(name, "backward", n) for n in range(self._loop.num_answered)]
-            answers = {site: ask(site) for site in sites}
-            self._found.answers |= answers
-            for own in classes_of(self._loop, answers, name, "backward", measured):
-                if not own.is_all:
-                    refuse(own.insertions[0], Context(own.site, no_backward=_OTHER_ANSWERS))
-                point.site = own.site
-                self._insert(own, point, partial(self._insert_at_op, backwards, number, sites))
-        editing.erase_op_markers(self._body.graph)
-
-    def _insert_at_op(
-        self,
-        backwards: OpBackwards,
-        number: int,
-        sites: Sequence[Site],
-        _: Canvas,
-        __: InsertionPoint,
-        insertions: Sequence[Insertion],
-    ) -> None:
-        cover = backwards.insert(number, insertions)
-        if cover is not None:
-            self._found.covers |= dict.fromkeys(sites, cover)
 
     def _fix_lengths(self, *, is_recording: bool) -> None:
         """Fix the lengths of earlier loops of its name, as far as its names need them."""
@@ -358,8 +323,8 @@ class _Insertion:
             node.meta |= {key: forward.meta[key] for key in _OF_CHECKPOINTS if key in forward.meta}
         results, further, made = code.split_forward(nodes)
         memory = {fake_tensors.storage_key(value_of(node)) for node in (*made, *forward.users)}
-        _replace_results(forward, results)
-        _return_copies(graph, memory)
+        replace_results(forward, results)
+        return_copies(graph, memory)
         outputs = {True: further, False: []}
         self._found.codes.append(parts.forward)
         calls = {True: self._note(new, forward)}
@@ -371,7 +336,7 @@ class _Insertion:
             tag = "must_be_in_backward" if is_live else "is_backward"
             nodes, new = editing.compute(graph, code.backward, inputs, backward, tag)
             positions = {n: at for at, n in enumerate(self._body.wanted)}
-            _replace_results(backward, [nodes[positions[n]] for n in self._wanted])
+            replace_results(backward, [nodes[positions[n]] for n in self._wanted])
             outputs[False] = nodes[len(self._body.wanted) :]
             states = dict(zip(self._carried, nodes[len(nodes) - len(self._carried) :], strict=True))
             self._outer.carried.note({key: tensor for key, (tensor, _) in self._carried.items()}, new, states)
@@ -431,29 +396,7 @@ class _Insertion:
         return replace(placed, seen=Anchor(calls[is_forward], self._orders[is_forward]))
 
 
-_OTHER_ANSWERS = (
-    "is in a loop, and the policy has other answers in other iterations of it. Let it answer alike in all of them, or "
-    'leave the loop unrolled (loops="unrolled")'
-)
 _OF_CHECKPOINTS = ("recompute", "ac_graph_id", "has_backward_hook")
-
-
-def _return_copies(graph: fx.Graph, memory: Collection[int]) -> None:
-    """Let a graph return copies of tensors in this memory: the caller may change its outputs in place."""
-    outputs = editing.outputs_of(graph.output_node())
-    for position in range(aot_autograd.num_forward_outputs(graph)):
-        node = outputs[position]
-        if isinstance(node, fx.Node) and fake_tensors.storage_key(value_of(node)) in memory:
-            copied = editing.insert_call(graph, markers.copy, (node,), graph.output_node(), "is_forward")
-            editing.replace_output(graph, position, copied)
-
-
-def _replace_results(operator_node: fx.Node, results: Sequence[fx.Node]) -> None:
-    """Let the readers of an operator with several results read these instead, and erase it."""
-    for user in list(operator_node.users):
-        assert user.target is operator.getitem
-        editing.skip(user, results[int(user.args[1])])  # type: ignore[arg-type]
-    editing.erase(operator_node)
 
 
 def _packed(*values: Tensor) -> list[Tensor]:

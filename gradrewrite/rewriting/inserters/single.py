@@ -21,10 +21,12 @@ from gradrewrite.policy.insertions import (
     Insertion,
     JudgeUpdate,
     KeepTensor,
+    KeepZeroErrors,
     MeasureTensor,
     Omitted,
     PerExample,
     RecomputeSaved,
+    ReplaceBackward,
     ReplaceGroup,
     ReplaceTensor,
     ScaleGroup,
@@ -71,6 +73,8 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
                 AverageOverRanks()
                 | StoreSaved()
                 | RecomputeSaved()
+                | ReplaceBackward()
+                | KeepZeroErrors()
                 | ReplaceGroup()
                 | ScaleGroup()
                 | WeighExampleGradients()

@@ -11,16 +11,18 @@ from torch import Tensor
 
 import gradrewrite as gr
 import gradrewrite.passes as P
-from gradrewrite.policy.actions import insertion_anywhere, insertion_at, kinds_of
+from gradrewrite.policy.actions import insertion_anywhere, insertion_at, is_action, kinds_of
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
     Insertion,
     JudgeUpdate,
     KeepTensor,
+    KeepZeroErrors,
     MeasureTensor,
     Omitted,
     PerExample,
     RecomputeSaved,
+    ReplaceBackward,
     ReplaceTensor,
     ScaleGroup,
     ScaleParameter,
@@ -73,6 +75,7 @@ ALL: dict[str, tuple[Any, type]] = {
     "Store": (P.Store("int8"), StoreSaved),
     "Offload": (P.Offload(), StoreSaved),
     "Recompute": (P.Recompute(), RecomputeSaved),
+    "KeepZeros": (P.KeepZeros(), KeepZeroErrors),
 }
 
 
@@ -84,7 +87,8 @@ def test_effect_of_each_action_at_each_of_its_kinds(name: str) -> None:
     assert kinds
     for kind in TRAITS:  # at a kind that is not allowed too: nobody knows before the insertion says so
         found = insertion_at(action, site(kind))
-        assert type(found.effect) is wanted
+        is_rule = kind == "backward" and not is_action(action)  # a function, of an op there
+        assert type(found.effect) is (ReplaceBackward if is_rule else wanted)
         assert found.kinds == kinds
         assert found.key == insertion_at(action, site(kind)).key
         assert (found.group is None) == ("group" not in dir(found.effect))

@@ -212,6 +212,18 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         r"saved:w: Recompute\(\): the op  draws random numbers, and would draw others; leave this site out",
         Context(site("saved")),
     ),
+    "rules": (
+        torch.sign,
+        Context(site("backward"), rules="the tensor function f, the tensor function g"),
+        "backward:w: the tensor function f, the tensor function g: an op has one backward; let the rules match diff",
+        Context(site("backward")),
+    ),
+    "no_backward": (
+        torch.sign,
+        Context(site("backward"), no_backward="writes in place into a view"),
+        "cannot replace the backward of this op, which writes in place into a view. Let the pattern leave it out",
+        Context(site("backward")),
+    ),
 }
 
 
