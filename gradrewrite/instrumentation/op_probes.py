@@ -70,6 +70,8 @@ def _insert_in(gm: fx.GraphModule, found: list[CalledOp]) -> None:
         changed = changed_in_place(node)
         args, kwargs = _described((node.args, node.kwargs))
         op = CalledOp(values, args, kwargs, len(operands), _refusal(node, changed))
+        if op.refusal and not _is_differentiable(node, changed):
+            continue
         number = len(found)
         found.append(op)
         if op.refusal:
@@ -89,6 +91,13 @@ def _values_of(node: fx.Node) -> tuple[int, ...]:
         return (number,)
     selections = (probed(user.next) for user in node.users if _is_selection(user))
     return tuple(sorted(number for number in selections if number is not None))
+
+
+def _is_differentiable(node: fx.Node, changed: Sequence[fx.Node]) -> bool:
+    """Whether a result of an op has a gradient, as far as that is known."""
+    made = changed or [node, *filter(_is_selection, node.users)]
+    known = [fake for fake in map(fake_of, made) if fake is not None]
+    return not known or any(fake.requires_grad for fake in known)
 
 
 def _is_selection(node: fx.Node) -> bool:
@@ -174,7 +183,7 @@ class _OpTracing:
             return
         with torch.no_grad():
             markers.mark_operands(results, number, are_results=True)
-        self._register(number, begins, self._numbered(op, found, places))
+        _Hooks(op, number).register(begins, self._numbered(op, found, places))
 
     @staticmethod
     def _numbered(
@@ -193,29 +202,37 @@ class _OpTracing:
                 ends[node][at] = positions[n] if is_known else positions[0]
         return ends
 
-    @staticmethod
-    def _register(number: int, begins: dict[Any, dict[int, int]], ends: dict[Any, dict[int, int]]) -> None:
-        errors: list[Tensor] = []
 
-        def at_begin(results: dict[int, int], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-            marked = list(grads)
-            for at, g in enumerate(grads):
-                if at in results and g is not None:
-                    marked[at] = markers.mark_op_error(g, number, results[at])
-                    errors.append(marked[at])  # type: ignore[arg-type]
-            return tuple(marked)
+class _Hooks:
+    """Hooks of autograd nodes that mark the errors of an op, and the gradients of its inputs."""
 
-        def at_end(operands: dict[int, int], grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
-            marked = list(grads)
-            for at, g in enumerate(grads if errors else ()):
-                if at in operands and g is not None:
-                    marked[at] = markers.mark_op_gradient(g, errors, number, operands[at])
-            return tuple(marked)
+    def __init__(self, op: CalledOp, number: int) -> None:
+        self._op, self._number = op, number
+        self._errors: list[Tensor] = []
 
+    def register(self, begins: dict[Any, dict[int, int]], ends: dict[Any, dict[int, int]]) -> None:
+        """Register the hooks; results and operands are by autograd node, and number of its output or input."""
         for node, results in begins.items():
-            node.register_prehook(partial(at_begin, results))
+            node.register_prehook(partial(self._at_begin, results))
         for node, operands in ends.items():
-            node.register_hook(partial(at_end, operands))
+            node.register_hook(partial(self._at_end, operands))
+
+    def _at_begin(self, results: dict[int, int], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        marked = list(grads)
+        for at, g in self._plain(results, grads):
+            marked[at] = error = markers.mark_op_error(g, self._number, results[at])
+            self._errors.append(error)
+        return tuple(marked)
+
+    def _at_end(self, operands: dict[int, int], grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+        marked = list(grads)
+        for at, g in self._plain(operands, grads) if self._errors else ():
+            marked[at] = markers.mark_op_gradient(g, self._errors, self._number, operands[at])
+        return tuple(marked)
+
+    def _plain(self, places: dict[int, int], grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+        found = [(at, g) for at, g in enumerate(grads) if g is not None and at in places]
+        return [] if _is_refused(self._op, [g for _, g in found]) else found
 
 
 def _is_refused(op: CalledOp, tensors: Sequence[Tensor]) -> bool:

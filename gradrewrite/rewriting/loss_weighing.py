@@ -61,7 +61,7 @@ def take_apart(canvas: Canvas, marked: MarkedJointGraph, plan: InsertionPlan) ->
         refuse(insertion, Context(point.site, tensor_type_of(point), is_part))
     groups = check_weighing(plan, is_part=is_part)
     for edit in canvas.edits:  # inside loops, so far
-        if not edit.site.traits.in_forward:
+        if not edit.site.traits.in_forward and edit.site.iteration is not None:
             refuse(edit.insertion, Context(edit.site, is_in_loop=True, is_weighed_behind=True))
     asking = [AsksForLosses(insertion, point.site) for point, insertion in reading.items()]
     asking += [AsksForLosses(group.insertion, group.points[0].site) for group in groups]

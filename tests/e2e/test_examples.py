@@ -32,6 +32,8 @@ EXAMPLES = {
         "GPT              int8 ",
         "train_with_less_memory.png",
     ),
+    "quantize_aware": (STEPS, "rounded, straight through  loss 2", None),
+    "attribution": (STEPS, "AttnLRP            without 8 pixels: ", None),
     "multi_task": ([*STEPS, "--seeds", "1"], "MGDA at the features ", "multi_task.png"),
     "nan_hunt": (["--only", "log of 0"], "step 1, activation:/log: /log, nan_hunt.py:", "nan_hunt.png"),
     "private_training": (["--eager", "--steps", "3", "--seeds", "1"], "Opacus       epsilon ", "private_training.png"),
@@ -53,7 +55,7 @@ def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, wanted, written = EXAMPLES[name]
-    if name == "unused_pooler":
+    if name in ("unused_pooler", "attribution"):
         pytest.importorskip("transformers", reason="transformers is not installed")
     if name == "private_training":
         pytest.importorskip("opacus", reason="opacus is not installed")

@@ -192,6 +192,12 @@ def smooth() -> Callable[[Tensor], Tensor]:
     return divide
 
 
+def copied(op: gr.BackwardOp) -> tuple[Tensor | None, ...]:
+    """Return torch's own backward, computed by nodes of its own."""
+    error = op.error
+    return op.vjp(tuple(None if e is None else e * 1 for e in error) if isinstance(error, tuple) else error * 1)
+
+
 def equalize(gramian: Tensor) -> Tensor:
     return gramian.diagonal().clamp(min=1e-12).rsqrt()
 
@@ -217,6 +223,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
         "ClipByGlobalNorm(1e-2)", "CheckFinite('skip')", "Observe('norm')", "AdaptiveClip(0.01)", "DecayWeights(0.1)",
         "SkipSpikes(2.0, window=2)",
     ),
+    "backward": ("KeepZeros()", "copied"),
 }  # fmt: skip
 WEIGHINGS = ("WeighLosses(MGDA())", "WeighLosses(UPGrad())", "WeighLosses(equalize)")
 PER_EXAMPLE = "ClipPerExample(1e-2)"
@@ -226,9 +233,10 @@ PATTERNS: Mapping[str, Sequence[str]] = {
     "activation": ("*", "layers.*"),
     "saved": ("*",),
     "step": ("*",),
+    "backward": ("*/linear", "*/sin", "layers.*/*"),
 }
 # In the regions themselves: what stands between them has no sites.
-IN_REGIONS = {**PATTERNS, "error": ("first", "layers.0", "*/h"), "activation": ("layers.*",)}
+IN_REGIONS = {**PATTERNS, "error": ("first", "layers.0", "*/h"), "activation": ("layers.*",), "backward": ("*/linear",)}
 INSIDE = ("*/h", "*/gates#1")  # of loops
 LOOPS = (
     "plain", "accumulated", "evaluated", "retained", "two forwards", "resumed", "bad batch", "spike", "grown", "moved",
@@ -283,12 +291,13 @@ class Composition:
             draw.choice(SEPARATE if theme == "examples" else list(LAYERS)) for _ in range(draw.randint(1, 3))
         )
         patterns = IN_REGIONS if way == "regions" else PATTERNS
-        kinds = draw.choices(list(ACTIONS), (3, 4, 1, 1, 2), k=draw.randint(2, 5))
+        kinds = draw.choices(list(ACTIONS), (3, 4, 1, 1, 2, 0.7), k=draw.randint(2, 5))
         rules = [(kind, draw.choice(patterns[kind]), draw.choice(ACTIONS[kind])) for kind in kinds]
         can_be_inside = theme != "losses" and not set(layers).isdisjoint(RECURRENT)
         rules = [rule if can_be_inside or rule[1] not in INSIDE else (rule[0], "first", rule[2]) for rule in rules]
         rules = [rule for rule in rules if _is_wanted(rule, way, loop)]
-        once = ("Recompute()", "Store('float32')", "smooth()")  # a tensor has one form, a state one that sets it
+        # A tensor has one form, a state one that sets it, an op one backward.
+        once = ("Recompute()", "Store('float32')", "smooth()", "copied")
         seen = [(kind, action in once and (kind, kind == "saved" or action)) for kind, _, action in rules]
         rules = [rule for n, rule in enumerate(rules) if not seen[n][1] or seen[n] not in seen[:n]]
         rules = list(dict.fromkeys(rules))
@@ -305,7 +314,7 @@ class Composition:
         subclass = is_one and loop != "bad batch" and draw.random() < 0.2
         if subclass:
             kinds_left = draw.choice((("error", "activation", "saved"), tuple(ACTIONS)))
-            rules = [rule for rule in rules if rule[0] in kinds_left]
+            rules = [rule for rule in rules if rule[0] in kinds_left and rule[0] != "backward"]  # refused by its site
         return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows, subclass)
 
     @property
@@ -323,7 +332,7 @@ class Composition:
     def policy(self, step: int | None = None) -> list[gr.Rule]:
         """Make the policy anew; with the bounds of one step in place of schedules, if one is given."""
         bound = gr.Schedule(falling) if step is None else falling(step)
-        functions = (clip_to_mean, clip_to_percentile, decay, smooth, equalize)
+        functions = (clip_to_mean, clip_to_percentile, decay, smooth, equalize, copied)
         names = {
             **{name: getattr(passes, name) for name in passes.__all__},
             **{function.__name__: function for function in functions},
@@ -366,6 +375,8 @@ def _is_wanted(rule: tuple[str, str, str], way: str, loop: str) -> bool:
     kind, _, action = rule
     if kind == "gradient" and action.startswith(GROUPS):  # acts on each backward by itself
         return way not in ("regions", "methods") and loop != "retained"
+    if action == "KeepZeros()":
+        return loop != "bad batch"  # what torch makes NaN of zeros may stay finite
     if action.startswith("Store"):
         return loop != "moved"  # a form that is not smaller
     return action != "CheckFinite('skip')" or loop == "bad batch"

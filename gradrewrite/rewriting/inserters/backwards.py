@@ -89,7 +89,7 @@ class OpBackwards:
         self.points: dict[int, InsertionPoint] = {}  # without a site
         self._ops: dict[int, tuple[CalledOp, OpBackward | None]] = {}
         for number, op in enumerate(ops):
-            backward = own.get(number)
+            backward = None if op.refusal else own.get(number)
             if backward is None and not op.refusal:
                 continue  # nothing here depends on its errors
             first = last = canvas.graph.output_node()
