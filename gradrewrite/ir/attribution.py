@@ -104,7 +104,7 @@ def _lane(is_forward: bool) -> Lane:
 def with_edits(
     provenance: Provenance,
     anchors: Mapping[Site, Anchor],
-    edits: Iterable[Edit],
+    edits: Sequence[Edit],
     record_nodes: Iterable[fx.Node],
     copies: Mapping[str, tuple[str, int | None]],
     restoring: Collection[str] = (),
@@ -118,6 +118,13 @@ def with_edits(
     for name, (plain, loss) in copies.items():  # in the order in which they were inserted
         known_origins[name] = replace(known_origins[plain], loss=loss)
     provenance = replace(provenance, origins=known_origins)
+    # A gradient may be a node that was inserted at the backward of an op.
+    of_ops = {name: anchors[edit.site].order for edit in edits for name in edit.nodes if edit.site.kind == "backward"}
+    ordered = {origin.order: origin for origin in [*known_origins.values()][::-1]}
+    missing = {name: n for name, n in of_ops.items() if name not in known_origins}
+    known_origins |= {
+        name: replace(ordered.get(n, Origin("backward", n)), lane="backward") for name, n in missing.items()
+    }
     known = {  # parameters and inputs, of order -1, belong where their node does
         site: anchor if anchor.order >= 0 else Anchor(anchor.node, provenance.origins[anchor.node].order)
         for site, anchor in anchors.items()
