@@ -64,12 +64,14 @@ def _insert_in(gm: fx.GraphModule, found: list[CalledOp]) -> None:
         values = _values_of(node)
         if not values or is_checkpoint(node) or node.target is run_loop:
             continue
-        operands = _operands(node)
+        operands = _operands_in((node.args, node.kwargs))
         if not operands:
             continue
         changed = changed_in_place(node)
         args, kwargs = _described((node.args, node.kwargs))
-        op = CalledOp(values, args, kwargs, len(operands), _refusal(node, changed))
+        op = CalledOp(values, args, kwargs, len(operands), len(_operands_in(node.args)))
+        op.written = operands.index(changed[0]) if changed and changed[0] in operands else None
+        op.refusal = _refusal(node, changed)
         if op.refusal and not _is_differentiable(node, changed):
             continue
         number = len(found)
@@ -106,8 +108,8 @@ def _is_selection(node: fx.Node) -> bool:
     return isinstance(given, fx.Node) and fake_of(given) is None and isinstance(node.args[1], int)
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors among the arguments of an op, in its order, each as often as it is given."""
+def _operands_in(arguments: Any) -> list[fx.Node]:
+    """Return the tensor arguments of an op, with repeats."""
     found: list[fx.Node] = []
 
     def note(given: fx.Node) -> fx.Node:
@@ -115,12 +117,12 @@ def _operands(node: fx.Node) -> list[fx.Node]:
             found.append(given)
         return given
 
-    fx.node.map_arg((node.args, node.kwargs), note)
+    fx.node.map_arg(arguments, note)
     return found
 
 
 def _described(arguments: Any) -> Any:
-    """Return the arguments of an op with places instead of nodes."""
+    """Return the arguments of an op with its operands numbered."""
     count = iter(range(1 << 30))
 
     def place(given: fx.Node) -> Any:
@@ -132,7 +134,6 @@ def _described(arguments: Any) -> Any:
 _ON_VIEW = "writes in place into a view: autograd hands its error to the base of the view, past the op"
 _HIGHER = "takes functions, and their backward is one operator"
 _SUBCLASS = "reads or makes a tensor subclass ({})"
-_TWICE = "writes into one of two inputs that are one tensor"
 
 
 def _refusal(node: fx.Node, changed: Sequence[fx.Node]) -> str:
@@ -156,6 +157,8 @@ class _OpTracing:
     def begin(self, number: int, operands: Sequence[Tensor]) -> None:
         """Note the gradient edges of the inputs of an op."""
         op = self._ops[number]
+        if op.written is not None and operands[op.written]._is_view():
+            op.refusal = _ON_VIEW
         if _is_refused(op, operands):
             return
         with torch.no_grad():
@@ -196,7 +199,9 @@ class _OpTracing:
             by_edge[edge].append((node, at))
         for edge, own in by_edge.items():
             positions = places[edge]
-            is_known = len(own) == len(positions) and len({id(node) for node, _ in own}) == 1
+            # The inputs of one autograd node are in the order of the op's schema, as positional arguments are.
+            num_keywords = sum(position >= op.num_positional for position in positions)
+            is_known = len(own) == len(positions) and len({id(node) for node, _ in own}) == 1 and num_keywords < 2
             op.repeated |= len(positions) > 1 and not is_known
             for n, (node, at) in enumerate(own):
                 ends[node][at] = positions[n] if is_known else positions[0]
@@ -204,7 +209,7 @@ class _OpTracing:
 
 
 class _Hooks:
-    """Hooks of autograd nodes that mark the errors of an op, and the gradients of its inputs."""
+    """Autograd hooks that insert the markers of an op."""
 
     def __init__(self, op: CalledOp, number: int) -> None:
         self._op, self._number = op, number
@@ -244,7 +249,7 @@ def _is_refused(op: CalledOp, tensors: Sequence[Tensor]) -> bool:
 
 
 def _ends(begins: Collection[Any], places: Collection[_Edge]) -> list[tuple[Any, int, _Edge]]:
-    """Return the edges from the autograd nodes of an op to its inputs: node, number of its input, edge."""
+    """Return the autograd edges from an op to its inputs: node, number, edge."""
     found: list[tuple[Any, int, _Edge]] = []
     seen, todo = set(begins), list(begins)[::-1]
     while todo:

@@ -11,24 +11,26 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The place of a tensor among the arguments of an op."""
+    """A tensor argument of an op."""
 
     number: int  # among the tensor inputs of the op
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """The place of a symbolic number among the arguments of an op."""
+    """A symbolic argument of an op."""
 
 
 @dataclass(eq=False)
 class CalledOp:
-    """An op as the user called it; its number is that of its markers."""
+    """An op as the user called it; its markers have its number."""
 
     values: tuple[int, ...]  # numbers of the values that are its results; the first one with a name names the op
-    args: tuple[Any, ...]  # with an ``Operand`` in the place of each tensor
+    args: tuple[Any, ...]  # with an ``Operand`` for each tensor
     kwargs: Mapping[str, Any]
     num_operands: int
+    num_positional: int = 0  # operands among ``args``
+    written: int | None = None  # number of the operand that it writes to in place
     refusal: str = ""  # why its backward has no markers; ``""`` if it has
     is_tuple: bool = False  # it returns several tensors
     repeated: bool = False  # it reads one tensor several times, and which gradient is whose is not known
