@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -69,6 +70,8 @@ def _masks_of(walk: Walk, nodes: Sequence[fx.Node], before: fx.Node) -> list[fx.
 def _plain(walk: Walk, node: fx.Node) -> Derived:
     """Follow an operator without a factor: 0 where the derived arguments are, and others."""
     read = walk.read(node)
+    if operators.name_of(node) in ("add", "sub", "rsub") and isinstance(node.args[1], int | float) and node.args[1]:
+        return Derived()
     others = [given for given in node.all_input_nodes if given not in read]
 
     def mask(before: fx.Node) -> fx.Node | None:
@@ -77,7 +80,34 @@ def _plain(walk: Walk, node: fx.Node) -> Derived:
             return None if masks is None else masks[0]
         return walk.compute(_all_zero(len(masks), value_of(node).shape), [*masks, *others], before)
 
-    return Derived(mask, walk.is_risky(read))
+    return Derived(mask, _has_bad_number(node) or walk.is_risky(read))
+
+
+def _has_bad_number(node: fx.Node) -> bool:
+    """Whether a number among the arguments makes NaN of 0: an infinity, NaN, or a divisor 0."""
+    numbers = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, int | float)]
+    is_divisor = operators.name_of(node) == "div" and 0 in node.args[1:2]
+    return is_divisor or not all(map(math.isfinite, numbers))
+
+
+def _multiply_add(walk: Walk, node: fx.Node) -> Derived:
+    """Follow ``addend + a * b``, or ``/``: 0 where the addend and the product are."""
+    addend = node.args[2 if operators.name_of(node) == "fma" else 0]
+    assert isinstance(addend, fx.Node)
+    read = walk.read(node)
+    factors = [given for given in read if given is not addend]
+    if not factors:  # its product does not depend on errors
+        walk.leave_uncovered(node)
+        return Derived()
+    others = [] if addend in read else [addend]
+
+    def mask(before: fx.Node) -> fx.Node | None:
+        masks = _masks_of(walk, [*factors, *([addend] if addend in read else [])], before)
+        if masks is None:
+            return None
+        return walk.compute(_all_zero(len(masks), value_of(node).shape), [*masks, *others], before)
+
+    return Derived(mask, is_risky=True)
 
 
 def _factor(walk: Walk, node: fx.Node) -> Derived:
@@ -91,7 +121,7 @@ def _factor(walk: Walk, node: fx.Node) -> Derived:
             return None if masks is None else masks[0]
         return walk.compute(_all_zero(len(masks), value_of(node).shape), masks, before)
 
-    return Derived(mask, has_factor or walk.is_risky(read))
+    return Derived(mask, has_factor or _has_bad_number(node) or walk.is_risky(read))
 
 
 def _all_zero(num_masks: int, shape: Sequence[int]) -> Callable[..., Tensor]:
@@ -162,7 +192,7 @@ def _move(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
     def moved(element: int | None) -> Mask:
         def mask(before: fx.Node) -> fx.Node | None:
             masks = _masks_of(walk, read, before)
-            return None if masks is None else _run_on(walk, node, read, masks, before, element)
+            return None if masks is None else _run_on(walk, node, read, masks, before, element, others=_is_zero)
 
         return mask
 
@@ -195,19 +225,25 @@ def _run_on(
     element: int | None = None,
     prepare: Callable[[Tensor], Tensor] | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
+    others: Callable[[Tensor], Tensor] | None = None,
 ) -> fx.Node:
     """Run the operator of a node on other values than those that are computed from errors."""
     nodes, target = node.all_input_nodes, operators.with_any_strides(node.target)
     own = dict(zip(read, replacements, strict=True))
 
     def run(*tensors: Tensor) -> Tensor:
-        given = {n: prepare(x) if prepare and n in own else x for n, x in zip(nodes, tensors, strict=True)}
+        changes = {n: prepare if n in own else others for n in nodes}
+        given = {n: x if (f := changes[n]) is None else f(x) for n, x in zip(nodes, tensors, strict=True)}
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: given[n])
         made = target(*args, **kwargs)
         made = made if element is None else made[element]
         return finish(made) if finish else made
 
     return walk.compute(run, [own.get(n, n) for n in nodes], before)
+
+
+def _is_zero(x: Tensor) -> Tensor:
+    return x == 0
 
 
 def _sum(walk: Walk, node: fx.Node) -> Derived:
@@ -252,7 +288,7 @@ def _linear(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
 
 
 def _product(walk: Walk, node: fx.Node) -> Derived:
-    """Follow a product of matrices and vectors; elements of the factor that meet zeros alone are left out."""
+    """Follow a matrix product."""
     a, b = node.args[:2]
     read = walk.read(node)
     if len(read) > 1 or a is b:
@@ -309,10 +345,10 @@ Search: TypeAlias = Callable[[Mapping[str, Any]], Callable[[Tensor], Tensor]]
 
 
 def _slices(error: str, search: Search, saved: Mapping[str, float], *, is_risky: bool) -> Rule:
-    """Return the rule of an operator that works on slices: saved values of slices of zeros that are not finite go.
+    """Return the rule of an operator on slices.
 
-    ``search`` makes a mask of slices from one of the error. ``saved`` has what is put into the place of such values, by
-    argument. The first result has the slices of the error.
+    ``search`` makes a mask of slices from one of the error. ``saved`` has the replacements of non-finite values in
+    slices of zeros, by argument. The first result has the slices of the error.
     """
 
     def rule(walk: Walk, node: fx.Node) -> Derived | list[Derived]:
@@ -395,13 +431,14 @@ _RULES: dict[Rule, Sequence[str]] = {
         "add", "sub", "rsub", "contiguous", "real", "imag", "convert_element_type",
     ),
     _factor: (
-        "mul", "div", "addcmul", "addcdiv", "sigmoid_backward", "tanh_backward", "gelu_backward", "silu_backward",
+        "mul", "div", "sigmoid_backward", "tanh_backward", "gelu_backward", "silu_backward",
         "threshold_backward", "elu_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward",
         "hardsigmoid_backward", "softplus_backward", "log_sigmoid_backward", "mse_loss_backward", "mish_backward",
         "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward", "logit_backward",
         "softshrink_backward", "hardshrink_backward", "native_dropout_backward", "rrelu_with_noise_backward",
-        "soft_margin_loss_backward", "angle_backward", "fma",
+        "soft_margin_loss_backward", "angle_backward",
     ),
+    _multiply_add: ("addcmul", "addcdiv", "fma"),
     _where: ("where",),
     _masked_fill: ("masked_fill",),
     _move: (
