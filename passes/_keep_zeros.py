@@ -19,7 +19,7 @@ class KeepZeros:
     - Elementwise ops: by element, before the sum over the dimensions of a broadcast input.
     - Ops along dimensions (softmax, norms, normalizations, sums): a slice of zeros leaves as zeros.
     - Products (``mm``, ``bmm``, ``linear``, ``einsum``, attention): values of the forward that are not finite are left
-      out of the sum where they meet zero errors alone. Inputs of the graph (parameters) are taken as they are.
+      out of the sum where they meet zero errors alone. Parameters are not mended.
 
     Nothing else changes: a gradient that is finite without it keeps its bits, and an error that is not 0 meets the
     derivative as before, so that NaN and infinities that matter stay. Where errors are 0 by cancellation inside the
@@ -28,12 +28,12 @@ class KeepZeros:
     Example:
         >>> import torch
         >>> import gradrewrite as gr
-        >>> class Masked(torch.nn.Module):
+        >>> class Root(torch.nn.Module):
         ...     def forward(self, x):
-        ...         return torch.where(x > 0, x, 0).sqrt().mul(x > 0).sum()
-        >>> x = torch.tensor([4.0, -1.0], requires_grad=True)
-        >>> Masked()(x).backward()
-        >>> x.grad
+        ...         return torch.where(x > 0, x.sqrt(), 0).sum()
+        >>> x = torch.tensor([4.0, 0.0], requires_grad=True)
+        >>> gr.transform(Root(), gr.on("backward:*/*", KeepZeros()))(x).backward()
+        >>> x.grad  # 0.25 and NaN without it
         tensor([0.2500, 0.0000])
     """
 

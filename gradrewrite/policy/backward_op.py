@@ -19,7 +19,7 @@ class BackwardOp:
 
     The function returns the gradients of the inputs of the op: a tuple in the order of ``inputs`` with None where no
     gradient is wanted, or one tensor where one input wants a gradient. Each has the shape, dtype and device of its
-    input; what is returned for an input that wants none is left out. It is traced once, as other tensor functions are.
+    input; gradients of other inputs are ignored. It is traced once, as other tensor functions are.
 
     Attributes:
         error: dL/d(output), of the shape and dtype of the output, in units of the unscaled loss; of an op with several

@@ -140,7 +140,7 @@ def trace_function(
                 results = [rescale(r, u, t, given_scale) for r, u, t in zip(results, seen, tensors, strict=True)]
             if sharded:
                 results = [_part(*four) for four in zip_longest(results, tensors, parts[: len(values)], own_layouts)]
-            results = [_laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
+            results = [laid_out_as(r, v) for r, v in zip(results, values, strict=True)]
             reported.close()
             return [*results, *map(full, reported.outputs)]
 
@@ -270,7 +270,7 @@ def rescale(result: Tensor, seen: Tensor, tensor: Tensor, scale: Tensor) -> Tens
     return torch.where(result == seen, tensor, (result * scale.to(tensor.device)).to(tensor.dtype))
 
 
-def _laid_out_as(result: Tensor, value: Tensor) -> Tensor:
+def laid_out_as(result: Tensor, value: Tensor) -> Tensor:
     """Return a result with the strides of the original value.
 
     The graph downstream was traced for them. It is contiguous where memory overlaps or has gaps, and where a size

@@ -22,7 +22,7 @@ def _vjp(errors: Sequence[Tensor], given: Sequence[int], gradients: Sequence[Ten
 
 LIBRARY.impl("op_vjp", _vjp, "CompositeExplicitAutograd")
 torch.library.register_fake("gradrewrite::op_vjp", _vjp, lib=LIBRARY)
-# While a rule is traced, in the place of torch's own backward: of errors at these results, like these gradients.
+# Stands for torch's own backward while a rule is traced; ``expand_vjps`` replaces it.
 op_vjp: Callable[[list[Tensor], list[int], list[Tensor]], list[Tensor]] = torch.ops.gradrewrite.op_vjp.default
 
 
@@ -59,7 +59,7 @@ def nodes_of(backward: OpBackward) -> list[fx.Node]:
 
 
 def total_gradients(backward: OpBackward) -> tuple[dict[int, fx.Node], list[fx.Node]]:
-    """Return the gradient of each operand, before the markers, and the nodes that add up those of several parts."""
+    """Return the total gradient of each operand, and the new sums."""
     found: dict[int, fx.Node] = {}
     new: list[fx.Node] = []
     last = backward.ends[-1]
@@ -87,10 +87,10 @@ def expand_vjps(
     own: Sequence[fx.Node],
     totals: Mapping[int, fx.Node],
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Put copies of the backward of an op in the place of calls of ``op_vjp``; return new nodes and outputs.
+    """Replace calls of ``op_vjp`` by copies of the backward; return new nodes and outputs.
 
     ``own`` are the nodes of the backward, and of its ``totals``, in the order of execution. For the errors of the op
-    itself its nodes are taken as they are.
+    itself its own nodes are read.
     """
     left: list[fx.Node] = []
     replaced: dict[fx.Node, fx.Node] = {}
@@ -122,7 +122,7 @@ def _zeros(marker: fx.Node, before: fx.Node) -> fx.Node:
 
 
 def replace_gradients(backward: OpBackward, results: Mapping[int, fx.Node]) -> str:
-    """Let the graph behind an op read other gradients; return why it cannot, ``""`` if it has.
+    """Replace the gradients of an op; return the reason on failure, else ``""``.
 
     Of several parts of a gradient, the first is replaced by the whole, and the others are left out of their sums.
     """

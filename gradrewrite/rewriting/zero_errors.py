@@ -19,6 +19,7 @@ from gradrewrite._compat import operators
 from gradrewrite.ir import editing
 from gradrewrite.ir.called_ops import OpBackward
 from gradrewrite.ir.zero_cover import ZeroCover
+from gradrewrite.rewriting.action_tracing import laid_out_as
 from gradrewrite.rewriting.zero_rules import RULES, Derived, unchanged_by_errors
 
 
@@ -27,7 +28,7 @@ def keep_zeros(
 ) -> tuple[list[fx.Node], ZeroCover]:
     """Keep zeros in the backward of an op with these nodes.
 
-    ``parameters`` are taken as they are in products. Returns the new nodes, too.
+    ``parameters`` are not mended in products. Returns the new nodes, too.
     """
     walk = _Walk(graph, backward, parameters)
     ends = set(backward.ends)
@@ -83,7 +84,7 @@ class _Walk:
         return self._masks[known]
 
     def clean(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """Return a value with 0 in the place of NaN that was made of zeros."""
+        """Return a value with the NaN of zero errors set to 0."""
         mask = self.mask(node, before) if self.is_risky([node]) else None
         if mask is None:
             return node
@@ -94,7 +95,8 @@ class _Walk:
         """Let a node read a mended copy of a factor; parameters stay."""
         if operators.memory_of(factor) not in self._parameters:
             self.num_factors += 1
-            self.replace(reader, factor, self.compute(run, [factor, mask], reader))
+            mended = self.compute(lambda x, m: laid_out_as(run(x, m), x), [factor, mask], reader)
+            self.replace(reader, factor, mended)
 
     def compute(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
         """Insert a function of the values of nodes."""
@@ -129,4 +131,4 @@ class _Walk:
 
 
 def _without_nan(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask & x.isnan(), 0, x)
+    return laid_out_as(torch.where(mask & x.isnan(), 0, x), x)  # nodes behind it were traced for these strides

@@ -22,7 +22,7 @@ from gradrewrite.policy.backward_op import BackwardOp
 from gradrewrite.policy.insertions import Insertion, KeepZeroErrors, ReplaceBackward
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.scope import Context, refuse
-from gradrewrite.rewriting.action_tracing import rescale, trace_function, unscale
+from gradrewrite.rewriting.action_tracing import laid_out_as, rescale, trace_function, unscale
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.op_backwards import (
@@ -49,15 +49,12 @@ class InsertedBackwards:
 
 
 def insert_at_backwards(canvas: Canvas, marked: MarkedJointGraph, ask: Ask) -> InsertedBackwards:
-    """Ask the policy at the ops of a graph, and insert its answers; the markers of ops go."""
+    """Insert the policy's answers at the ops of a graph; erase their markers."""
     found = InsertedBackwards()
     if not marked.ops:
         return found
     site_at = name_values(marked.values, marked.call, marked.counts)
-    positions = aot_autograd.plain_inputs(canvas.graph)
-    given = {node: marked.inputs.get(position) for node, position in positions.items()}
-    parameters = {node for node, one in given.items() if one is not None and one.role == "parameter"}
-    backwards = OpBackwards(canvas, marked.ops, parameters)
+    backwards = OpBackwards(canvas, marked.ops, parameters_of(canvas.graph, marked))
     for number, point in backwards.points.items():
         value = next((value for value in marked.ops[number].values if value in site_at), None)
         if value is not None:
@@ -73,13 +70,20 @@ def insert_at_backwards(canvas: Canvas, marked: MarkedJointGraph, ask: Ask) -> I
     return found
 
 
+def parameters_of(graph: fx.Graph, marked: MarkedJointGraph) -> set[fx.Node]:
+    """Return the inputs of a graph that are parameters of the model."""
+    positions = aot_autograd.plain_inputs(graph)
+    given = {node: marked.inputs.get(position) for node, position in positions.items()}
+    return {node for node, one in given.items() if one is not None and one.role == "parameter"}
+
+
 _NOWHERE = Site("backward", "")
 
 
 class OpBackwards:
     """The backwards of the ops of one graph, by the number of the op.
 
-    ``parameters`` are nodes that ``KeepZeros`` takes as they are.
+    ``parameters`` are nodes that ``KeepZeros`` does not mend.
     """
 
     def __init__(self, canvas: Canvas, ops: Sequence[CalledOp], parameters: Collection[fx.Node]) -> None:
@@ -154,9 +158,10 @@ class OpBackwards:
 
 @dataclass
 class _Rule:
-    """A rule as a function of tensors: gradients of torch, errors, operands and results of the op, gradients again.
+    """A rule as a function of tensors.
 
-    The first gradients may be in units of the unscaled loss, the last ones are in those of the graph.
+    These are the gradients of torch, the errors, operands and results of the op, and the gradients again. The first
+    ones may be in units of the unscaled loss, the last ones have the units of the graph.
     """
 
     insertion: Insertion
@@ -178,11 +183,7 @@ class _Rule:
 
         def vjp(asked: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
             given = [(n, asked[n], at) for at, n in enumerate(self.errors_at)]
-            own = [
-                (n, e if scale is None else rescale(e, seen[at], errors[at], scale))
-                for n, e, at in given
-                if e is not None
-            ]
+            own = [(n, self._own_error(e, seen[at], errors[at])) for n, e, at in given if e is not None]
             made = op_vjp([e for _, e in own], [n for n, _ in own], gradients)
             found = dict(zip(self.wanted, made if scale is None else [unscale(g, scale) for g in made], strict=True))
             return tuple(found.get(n) for n in range(self.op.num_operands))
@@ -195,6 +196,11 @@ class _Rule:
         effect = self.insertion.effect
         assert isinstance(effect, ReplaceBackward)
         return self._checked(effect.run(BackwardOp(error, tuple(operands), needs, args, kwargs, output, vjp)))
+
+    def _own_error(self, error: Tensor, seen: Tensor, own: Tensor) -> Tensor:
+        """Return an error in the units and the layout of the graph, which the nodes of the op were traced for."""
+        given = error if self.scale is None else rescale(error, seen, own, self.scale)
+        return laid_out_as(given, own)
 
     def _arguments(self, operands: Sequence[Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         def known(place: Any) -> Any:

@@ -8,15 +8,16 @@ from typing import TypeAlias
 
 from torch import fx
 
+from gradrewrite._compat import operators
 from gradrewrite.ir import editing
-from gradrewrite.ir.called_ops import CalledOp
+from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.zero_cover import ZeroCover
 from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.canvas import Canvas
-from gradrewrite.rewriting.inserters.backwards import Ask, OpBackwards
+from gradrewrite.rewriting.inserters.backwards import Ask, OpBackwards, parameters_of
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loop_answers import IterationClass, classes_of
 from gradrewrite.rewriting.loop_bodies import JointBody
@@ -30,19 +31,27 @@ InsertOfClass: TypeAlias = Callable[[IterationClass, InsertionPoint, Insert], fx
 def insert_at_ops(
     canvas: Canvas,
     body: JointBody,
-    ops: Sequence[CalledOp],
+    marked: MarkedJointGraph,
+    given: Sequence[fx.Node],
     ask: Ask,
     measured: Measured,
     insert: InsertOfClass,
     covers: Covers,
 ) -> dict[Site, tuple[Answered, ...]]:
-    """Insert at the ops of an iteration, and return the answers; they have to be those of all iterations.
+    """Insert at the ops of an iteration, and return the answers: all iterations need equal ones.
 
-    ``insert`` inserts in a class of iterations, by a function of the canvas; ``covers`` gets those of zeros.
+    ``given`` are the arguments of the loop. ``insert`` inserts in a class of iterations, by a function of the canvas;
+    the covers of zeros are added to ``covers``.
     """
+    if not marked.ops:
+        return {}
+    ops = marked.ops
     loop = body.loop
     found: dict[Site, tuple[Answered, ...]] = {}
-    backwards = OpBackwards(canvas, ops, body.graph.find_nodes(op="placeholder")[body.num_moving :])
+    inside, outside = body.graph.find_nodes(op="placeholder")[body.num_moving :], loop.split(given)[2]
+    known = parameters_of(given[0].graph, marked)
+    fixed = {node for node, outer in zip(inside, outside, strict=False) if operators.memory_of(outer) in known}
+    backwards = OpBackwards(canvas, ops, fixed)
     names = {number: name for name, number in loop.numbers.items()}
     for number, point in backwards.points.items():
         own_names = (names[value] for value in ops[number].values)

@@ -132,7 +132,7 @@ class _Insertion:
         ahead = sites_in(loop, fake_tensors.hint_of(loop.length), loop.num_answered)
         answers = own_answers | {site: ask(site) for site in ahead}
         self._found.answers |= insert_at_ops(
-            self._canvas, self._body, marked.ops, ask, measured, self._insert, self._found.covers
+            self._canvas, self._body, marked, self._given, ask, measured, self._insert, self._found.covers
         )
         activations, errors = read_markers(self._body.graph)
         order = {node: number for number, node in enumerate(self._body.graph.nodes)}
