@@ -5,8 +5,9 @@ the ViT on scikit-learn's digits. The rules are those of AttnLRP (Achtibat et al
 https://arxiv.org/abs/2402.05602) in the form input x gradient: an activation hands on the gradient times the quotient
 of output and input, a normalization takes its standard deviation as a constant, a product gives half to each factor,
 and a softmax is Taylor's expansion, which torch computes anyway. No class of transformers is changed:
-``gr.transform(model, RULES)`` is a second view of the trained model. ``python examples/attribution.py`` prints how often
-the most relevant token is the one to repeat, and how the score of a digit falls without its most relevant pixels.
+``gr.transform(model, RULES)`` is a second view of the trained model.
+``python examples/attribution.py`` prints how often the most relevant token is the one to repeat, and how the score of a
+digit falls without its most relevant pixels.
 """
 
 from __future__ import annotations
