@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite import viz
 from gradrewrite.passes import ClipByNorm, KeepZeros
 
 from models.small import Lambda
@@ -194,3 +196,13 @@ def test_under_a_loss_scale() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [1024.0, 1024.0]
     assert model.monitor.latest() == {"bytes@backward:/exp": 4}
+
+
+def test_pictures_and_exports_show_the_site(tmp_path: Path) -> None:
+    model = gr.transform(Call(lambda x: x.exp().sum()), gr.on("backward:*/exp", doubled))
+    graph = model.trace(torch.zeros(2, requires_grad=True))
+    viz.export(graph, tmp_path / "graph.json")
+    picture = Path(viz.draw(graph).render(str(tmp_path / "picture"), format="svg"))
+
+    assert '"backward:/exp"' in (tmp_path / "graph.json").read_text()
+    assert "backward:/exp" in picture.read_text()
