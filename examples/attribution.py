@@ -51,6 +51,7 @@ def expansion(op: gr.BackwardOp) -> Any:
     """Softmax: Taylor's expansion at its input. What its bias absorbs is recorded."""
     (gradient,) = op.vjp(op.error)
     (x,), y = op.inputs, op.output
+    assert gradient is not None  # a softmax has one input, whose gradient is wanted here
     of_input = torch.where(y > 0, x * gradient, 0).sum()
     gr.record("absorbed", (y * op.error).sum() - of_input)
     return gradient

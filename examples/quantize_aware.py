@@ -80,7 +80,7 @@ def accuracy(model: nn.Module) -> float:
     images, labels = digits()
     with torch.no_grad():
         is_right = model(images[TRAINED:]).argmax(-1) == labels[TRAINED:]
-    return is_right.float().mean().item()
+    return float(is_right.float().mean())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from gradrewrite.errors import CallbackError
 
-Errors = Tensor | tuple[Tensor | None, ...]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardOp:
@@ -43,15 +41,15 @@ class BackwardOp:
         tensor([1., 2.])
     """
 
-    error: Errors
+    error: Any
     inputs: tuple[Tensor, ...]
     needs: tuple[bool, ...]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    output: Tensor | tuple[Tensor, ...]
+    output: Any
     _vjp: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]] = field(repr=False)
 
-    def vjp(self, error: Errors) -> tuple[Tensor | None, ...]:
+    def vjp(self, error: Any) -> tuple[Tensor | None, ...]:
         """Return torch's own backward of the op for an error, of the one forward that ran.
 
         Args:

@@ -30,8 +30,7 @@ def import_packages(*names: str) -> None:
 def main() -> None:
     """Compare."""
     import_packages("lxt.efficient", "lxt.efficient.models")
-    from lxt.efficient.models.gpt2 import attnLRP
-    from lxt.efficient.patches import wrap_attention_forward
+    rules, patches = (importlib.import_module(f"lxt.efficient.{name}") for name in ("models.gpt2", "patches"))
     from transformers.models.gpt2 import modeling_gpt2
 
     torch.manual_seed(0)
@@ -42,10 +41,10 @@ def main() -> None:
     embedded, positions = model.embedded(tokens).detach(), model.gpt.transformer.wpe.weight.detach()
     ours = relevance(model, RULES, embedded, wanted, positions)
     plain = relevance(model, [], embedded, wanted, positions)
-    for target, patch in attnLRP.items():
+    for target, patch in rules.attnLRP.items():
         if target is not modeling_gpt2:  # its table of attention functions is another one today
             patch(target)
-    modeling_gpt2.eager_attention_forward = wrap_attention_forward(modeling_gpt2.eager_attention_forward)
+    modeling_gpt2.eager_attention_forward = patches.wrap_attention_forward(modeling_gpt2.eager_attention_forward)
     given = embedded.clone().requires_grad_()
     model(given).gather(1, wanted[:, None]).sum().backward()
     theirs = (given + positions).detach() * given.grad

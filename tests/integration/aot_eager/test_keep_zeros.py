@@ -92,7 +92,8 @@ def test_layouts_of_norms(name: str) -> None:
         return h.sigmoid().pow(3).sum()
 
     found = []
-    for policy in ([], EVERYWHERE):
+    policies: tuple[Any, ...] = ([], EVERYWHERE)
+    for policy in policies:
         x = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
         x = x.to(memory_format=torch.channels_last).requires_grad_()
         gr.transform(Lambda(program, norm=nn.GroupNorm(2, 4)), policy)(x).backward()
