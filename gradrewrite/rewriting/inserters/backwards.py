@@ -198,7 +198,7 @@ class _Rule:
         return self._checked(effect.run(BackwardOp(error, tuple(operands), needs, args, kwargs, output, vjp)))
 
     def _own_error(self, error: Tensor, seen: Tensor, own: Tensor) -> Tensor:
-        """Return an error in the units and the layout of the graph, which the nodes of the op were traced for."""
+        """Return an error in the units and the layout of the graph."""
         given = error if self.scale is None else rescale(error, seen, own, self.scale)
         return laid_out_as(given, own)
 
