@@ -204,8 +204,8 @@ def ask_in_order(policy: Policy, site: Site, position: tuple[int, ...] = ()) -> 
     What several actions would record of one value is left to one of them.
 
     Of a callback that is no rule the answers at ``saved``, ``param``, ``state`` and ``backward`` sites count only if it
-    tells their kind from others: it is asked once more, at a site of a kind that does not exist, and answers something
-    else there.
+    tells their kind from others: it is asked once more, at a site of a kind that does not exist, for an op at the error
+    of its value too, and answers something else there.
     """
     found = _ask(policy, site, position)
     insertions = measured_once([answered.insertion for answered in found])
@@ -253,9 +253,16 @@ def _insertion_at(site: Site, action: Any) -> Insertion:
 
 
 def _tells_kind(policy: Callable[[Site], Answer], site: Site) -> bool:
-    """Return whether a callback answers otherwise at this site than at one of an unknown kind."""
+    """Return whether a callback answers otherwise at this site than at one of an unknown kind.
+
+    At the backward of an op it answers otherwise than at the error of the same value, too: no action is for both.
+    """
     unknown: Any = "unknown"
-    return _outcome(policy, site) != _outcome(policy, replace(site, kind=unknown, nbytes=None))
+    others = [replace(site, kind=unknown, nbytes=None)]
+    if site.kind == "backward":
+        others.append(replace(site, kind="error"))
+    found = _outcome(policy, site)
+    return all(found != _outcome(policy, other) for other in others)
 
 
 def _outcome(policy: Callable[[Site], Answer], site: Site) -> Hashable:

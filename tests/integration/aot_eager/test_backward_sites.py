@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite import viz
-from gradrewrite.passes import ClipByNorm, KeepZeros
+from gradrewrite.passes import ClipByNorm, ClipByValue, KeepZeros, Observe
 
 from models.small import Lambda
 
@@ -178,6 +178,23 @@ def test_a_callback_and_the_text_of_the_graph() -> None:
     assert "backward:/exp: <function doubled" in str(model.explain())
     plain = gr.transform(Call(lambda x: x.exp().sum()), lambda site: None).trace(x)
     assert not any(site.kind == "backward" for site in plain.sites)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda site: Observe("norm"),
+        lambda site: Observe("norm") if site.matches("param:*") else Observe("max_abs"),
+        lambda site: ClipByValue(1e3) if site.kind not in ("activation", "saved", "step", "param") else None,
+        lambda site: (lambda g: g * 1) if site.kind != "activation" else None,
+    ],
+)
+def test_callbacks_that_do_not_mean_ops(policy: Any) -> None:
+    model = gr.transform(Call(lambda x: x.exp().sum()), policy)
+    model(torch.zeros(2, requires_grad=True)).backward()
+
+    assert model.explain().graphs[0].edits
+    assert not any(site.kind == "backward" for site in model.explain().graphs[0].sites)
 
 
 def test_under_a_loss_scale() -> None:
