@@ -253,7 +253,7 @@ def inputs() -> Tensor:
 
 def step(model: Any) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return loss, gradients and gradient of the input."""
-    x = inputs().requires_grad_()
+    x = inputs().to(next(model.parameters()).dtype).requires_grad_()
     torch.manual_seed(3)
     loss = model(x)
     loss.backward()
