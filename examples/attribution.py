@@ -48,7 +48,7 @@ def halves(op: gr.BackwardOp) -> Any:
 
 
 def expansion(op: gr.BackwardOp) -> Any:
-    """Softmax: Taylor's expansion at its input. What its bias absorbs is recorded."""
+    """Softmax: Taylor's expansion at its input; records the relevance of its bias."""
     (gradient,) = op.vjp(op.error)
     (x,), y = op.inputs, op.output
     assert gradient is not None  # a softmax has one input, whose gradient is wanted here
@@ -140,7 +140,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], steps: int) -> float:
-    """Train a model on what ``draw`` returns in each step; return the last loss."""
+    """Train a model on batches of ``draw``; return the last loss."""
     run = gr.transform(model, gr.on("gradient:*", gr.passes.ClipByGlobalNorm(1.0))).compile()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     loss = torch.tensor(float("nan"))
@@ -163,7 +163,7 @@ def relevance(model: nn.Module, policy: Policy, given: Tensor, answers: Tensor, 
 
 
 def recall(steps: int) -> None:
-    """Train a GPT-2, and print how often the most relevant token is the one to repeat."""
+    """Train a GPT-2, and print the hits of its relevance."""
     torch.manual_seed(0)
     model = Recall()
 
@@ -185,7 +185,7 @@ def recall(steps: int) -> None:
 
 
 def classify(steps: int) -> None:
-    """Train a ViT, and print how the score of a digit falls without its most relevant pixels."""
+    """Train a ViT, and print scores without its most relevant pixels."""
     torch.manual_seed(0)
     model, (pixels, labels) = Digits(), digits()
 

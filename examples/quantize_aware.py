@@ -23,7 +23,7 @@ STRAIGHT_THROUGH = gr.on("backward:*/round", lambda op: op.error)
 
 
 class Rounded(nn.Linear):
-    """A linear layer whose weights are -1, 0 or 1 times their mean size."""
+    """A linear layer with weights of -1, 0 or 1 times a scale."""
 
     is_rounded = True
 

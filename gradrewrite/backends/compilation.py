@@ -269,7 +269,7 @@ class GraphCompilation:
             self.python_loops = find_long_loops(gm, self.values)
 
     def probe_ops(self, gm: fx.GraphModule) -> None:
-        """Insert probes around ops, where the policy may answer at their backward."""
+        """Insert probes around ops, if the policy may answer there."""
         policy = self.session.config.policy
         if torch.is_grad_enabled() and may_answer_at_ops(policy, self.values):
             self.ops = insert_op_probes(gm, self.loops)

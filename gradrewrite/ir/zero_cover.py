@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ZeroCover:
-    """How ``KeepZeros`` covers the backward of one op.
+    """The cover of one op's backward by ``KeepZeros``.
 
     Attributes:
         selected: Number of tensors in which elements that zeros made NaN become 0 again.

@@ -187,7 +187,7 @@ class ReplaceBackward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeepZeroErrors:
-    """Gradients of exactly 0 where the errors that an op is handed are 0."""
+    """Zeros of errors, kept through the backward of an op."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

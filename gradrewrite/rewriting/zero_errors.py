@@ -70,12 +70,12 @@ class _Walk:
         return [given for given in node.all_input_nodes if given in self._known]
 
     def is_risky(self, nodes: Sequence[fx.Node]) -> bool:
-        """Return whether one of these values may have a NaN where its errors are 0."""
+        """Return whether zero errors may have made NaN in these values."""
         known = (self._known.get(node) for node in nodes)
         return any(isinstance(one, Derived) and one.is_risky for one in known)
 
     def mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
-        """Return the mask of a value; None where it is not known."""
+        """Return the mask of a value, or None."""
         known = self._known[node]
         if not isinstance(known, Derived):
             return None
