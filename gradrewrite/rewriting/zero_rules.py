@@ -380,6 +380,8 @@ def _without_bad(number: float) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function that replaces non-finite values in slices of zeros."""
 
     def run(value: Tensor, zeros: Tensor) -> Tensor:
+        if not value.numel():  # statistics of a batch norm that uses its running ones
+            return value
         if zeros.dim() != value.dim():  # a figure of each slice
             if zeros.numel() < value.numel():  # of attention, padded
                 zeros = functional.pad(zeros.squeeze(-1), (0, value.shape[-1] - zeros.shape[-2]))
