@@ -420,6 +420,14 @@ def _dims_of_input(arguments: Mapping[str, Any]) -> range:
 _ALONG = _over(lambda arguments: [arguments["dim"]])
 _NORMALIZED = _over(lambda arguments: [-1 - n for n in range(len(arguments["normalized_shape"]))])
 _CHANNELS = _over(lambda arguments: [n for n in _dims_of_input(arguments) if n != 1])
+
+
+def _of_batch(arguments: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Return the search of a batch norm: channels, or elements where it uses its running statistics."""
+    is_training = arguments["train"] if "train" in arguments else arguments["update"]
+    return _CHANNELS(arguments) if is_training else lambda mask: mask
+
+
 _SAMPLES = _over(lambda arguments: _dims_of_input(arguments)[1:])
 _LAST = _over(lambda _: [-1])
 _INF = float("inf")
@@ -469,7 +477,7 @@ _RULES: dict[Rule, Sequence[str]] = {
         "native_layer_norm_backward", "_fused_rms_norm_backward",
     ),
     _slices("grad_out", _of_groups, _NORM, is_risky=True): ("native_group_norm_backward",),
-    _slices("grad_out", _CHANNELS, _BATCH_NORM, is_risky=True): (
+    _slices("grad_out", _of_batch, _BATCH_NORM, is_risky=True): (
         "native_batch_norm_backward", "batch_norm_backward",
     ),
     _slices("grad_output", _SAMPLES, {"input": 0.0}, is_risky=True): ("convolution_backward",),
