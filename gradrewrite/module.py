@@ -28,7 +28,7 @@ from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.step_sites import trace_step
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import Rule, check_policy, parts_of
-from gradrewrite.rewriting.config import Loops, RewriteConfig
+from gradrewrite.rewriting.config import Loops, RewriteConfig, uses_of
 from gradrewrite.rewriting.loss_scale import LossScale
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -45,6 +45,7 @@ def transform(
     methods: Sequence[str] = ("forward",),
     regions: str | Sequence[str] = (),
     loops: Loops = None,
+    uses: str | Sequence[str] = (),
     inplace: bool = False,
 ) -> RewrittenModule:
     """Give a model a policy for its backward pass.
@@ -78,6 +79,8 @@ def transform(
             in Python are unrolled. ``"rolled"`` compiles one iteration of these, where they are equal: names, records
             and gradients stay those of the unrolled loop, but for rounding in the gradients of weights, and
             ``explain()`` tells of each loop. ``"unrolled"`` does not look for loops in Python.
+        uses: Patterns of single uses of values, ``"cell->cell"``, with sites that a callback is asked about; a rule for
+            a use needs none.
         inplace: Rewrite the given object itself: its class changes, and it is returned. ``restore`` undoes it.
 
     Returns:
@@ -86,8 +89,8 @@ def transform(
     Raises:
         TypeError: ``model`` is no module, or one that cannot be traced; it has a policy already; ``loss_scale`` is
             neither scaler nor tensor; or ``inplace`` with a class that has ``__slots__``.
-        ValueError: The model has no method of a name in ``methods``, a pattern in ``regions`` matches no module, a
-            bound in a rule is a tensor that is negative, or ``loops`` is none of these.
+        ValueError: The model has no method of a name in ``methods``, a pattern in ``regions`` matches no module, one in
+            ``uses`` is none of a use, a bound in a rule is a tensor that is negative, or ``loops`` is none of these.
         PolicyError: ``policy`` is none. What it answers is checked at the first training forward, or in ``trace``.
 
     Example:
@@ -107,7 +110,8 @@ def transform(
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"regions is a pattern of names of modules, as 'layers.*', or several, got {regions!r}")
     patterns = tuple(patterns)
-    config = RewriteConfig(policy, scale, fullgraph, dynamic, _checked_methods(model, methods), patterns, loops)
+    given = _checked_methods(model, methods), patterns, loops, uses_of(uses)
+    config = RewriteConfig(policy, scale, fullgraph, dynamic, *given)
     return _rewritten(model, config, monitor_or_new(monitor), inplace=inplace)
 
 

@@ -56,7 +56,7 @@ class Site:
     """One insertion point of a joint forward/backward graph.
 
     Attributes:
-        kind: ``"error"`` for dL/d(activation), summed over all uses; ``"gradient"`` for
+        kind: ``"error"`` for dL/d(activation), summed over all uses, or the part of one use; ``"gradient"`` for
             dL/d(parameter); ``"activation"`` for a value of the forward; ``"input"`` for the
             gradient of a differentiable input; ``"step"`` for the gradient that ``optimizer.step()``
             uses, of a parameter; ``"param"`` for a parameter and ``"state"`` for a tensor of its optimizer's state,
@@ -80,7 +80,10 @@ class Site:
         may_be_infinite: Whether the program itself fills the value with infinities (a mask before a softmax).
         addresses: Every ``(name, call)`` that a pattern may match; empty means name and call.
         iteration: Which iteration of a loop, from 0, in the order of execution; None outside of loops.
-        strides: How much the call of each address grows from one iteration to the next; empty for 1.
+        destination: For one use of a value, the name and call of the module or op that uses it, then those of the
+            module calls around that, innermost first; empty for the sum over all uses.
+        strides: How much the call of each address, and of each destination, grows from one iteration to the next; empty
+            for 1.
     """
 
     kind: Kind
@@ -97,6 +100,7 @@ class Site:
     addresses: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     nbytes: int | None = None
     iteration: int | None = None
+    destination: tuple[tuple[str, int], ...] = ()
     strides: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -104,13 +108,25 @@ class Site:
         """The difference between the calls of two successive iterations."""
         return self.strides[0] if self.strides else 1
 
+    @property
+    def to(self) -> str:
+        """The module or op (``module/op``) that uses the value, at the site of one use; ``""`` at other sites."""
+        return self.destination[0][0] if self.destination else ""
+
+    @property
+    def to_call(self) -> int:
+        """Which call of it, from 0."""
+        return self.destination[0][1] if self.destination else 0
+
     def at_iteration(self, number: int) -> Site:
         """Return the site of the same value in another iteration of its loop."""
         assert self.iteration is not None
-        moved, strides = number - self.iteration, self.strides or (1,) * len(self.addresses)
-        own = zip(self.addresses, strides, strict=True)
-        addresses = tuple((name, call + moved * stride) for (name, call), stride in own)
-        return replace(self, call=self.call + moved * self.stride, iteration=number, addresses=addresses)
+        moved, named = number - self.iteration, self.addresses + self.destination
+        own = zip(named, self.strides or (1,) * len(named), strict=True)
+        found = tuple((name, call + moved * stride) for (name, call), stride in own)
+        addresses, destination = found[: len(self.addresses)], found[len(self.addresses) :]
+        call = self.call + moved * self.stride
+        return replace(self, call=call, iteration=number, addresses=addresses, destination=destination)
 
     def moved(self, calls: int) -> Site:
         """Return the site of the same value as many calls later."""
@@ -125,8 +141,8 @@ class Site:
         return TRAITS[self.kind]
 
     def __str__(self) -> str:
-        call = f"#{self.call}" if self.call else ""
-        return f"{self.kind}:{self.name}{call}"
+        used = f"{ARROW}{_numbered(self.to, self.to_call)}" if self.destination else ""
+        return f"{self.kind}:{_numbered(self.name, self.call)}{used}"
 
     def matches(self, pattern: str) -> bool:
         """Return whether a pattern names this site.
@@ -136,13 +152,16 @@ class Site:
                 slashes. Without ``/`` the glob is compared with the modules whose output the value
                 is (or with the parameter's name), with ``/`` with ``module/op`` and with names of
                 modules and parameters that have a ``/`` themselves. A pattern without a kind matches no ``step``,
-                ``saved``, ``param``, ``state`` or ``backward`` site.
+                ``saved``, ``param``, ``state`` or ``backward`` site. ``[error:]glob[#call]->glob[#call]`` matches the
+                sites of single uses alone, and these by no other pattern; of nested modules around a use that the
+                second glob names, the outermost is meant.
 
         Returns:
             True if any address of the site matches.
 
         Raises:
-            ValueError: The part before ``:`` is no kind of site, or the part after ``#`` no number.
+            ValueError: The part before ``:`` is no kind of site (of a single use: not ``error``), the part after ``#``
+                no number, or a side of ``->`` is empty.
 
         Example:
             >>> Site("error", "decoder.3").matches("error:decoder.?")
@@ -151,19 +170,72 @@ class Site:
         return Pattern.parse(pattern).matches(self)
 
 
+ARROW = "->"  # from a value to a use of it
+
+
+def _numbered(name: str, call: int) -> str:
+    return f"{name}#{call}" if call else name
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """A parsed pattern of names and calls.
+
+    Attributes:
+        glob: Shell-style pattern of names.
+        call: Number of the call, from 0; None for every call.
+    """
+
+    glob: str
+    call: int | None = None
+
+    @classmethod
+    def parse(cls, text: str, whole: str) -> NamePattern:
+        """Parse ``glob[#call]``, a part of a whole pattern."""
+        glob, sharp, number = text.rpartition("#")
+        if not sharp or (glob.endswith("[") and number.startswith("]")):  # none, or one of the name
+            return cls(text)
+        if not number.isdecimal():
+            raise ValueError(f"pattern {whole!r}: '#' is followed by the number of a call, got {number!r}")
+        return cls(glob, int(number))
+
+    def matches(self, name: str, call: int, *, is_op: bool) -> bool:
+        """Compare with a name, and with its kind: globs with ``/`` are for ops."""
+        may_mean = ("/" in self.glob) == is_op or (not is_op and "/" in name)
+        return may_mean and fnmatchcase(name, self.glob) and self.call in (None, call)
+
+    def matches_text(self, text: str) -> bool:
+        """Compare with ``name[#call]``."""
+        name, sharp, number = text.rpartition("#")
+        name, number = (name, number) if sharp and number.isdecimal() else (text, "")
+        return (self.call is None or str(self.call) == (number or "0")) and (
+            fnmatchcase(name, self.glob) or fnmatchcase(text, self.glob)
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """A parsed pattern.
 
     Attributes:
         kind: Kind of the sites; None for every kind.
-        glob: Shell-style pattern of names.
-        call: Number of the call, from 0; None for every call.
+        source: Pattern of the names of sites.
+        to: Pattern of what uses the value, for sites of single uses; None for all others.
     """
 
     kind: Kind | None
-    glob: str
-    call: int | None
+    source: NamePattern
+    to: NamePattern | None = None
+
+    @property
+    def glob(self) -> str:
+        """Shell-style pattern of names."""
+        return self.source.glob
+
+    @property
+    def call(self) -> int | None:
+        """Number of the call, from 0; None for every call."""
+        return self.source.call
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
@@ -176,25 +248,32 @@ class Pattern:
             kind = next((k for k in TRAITS if k == head), None)
             if kind is None:
                 raise ValueError(f"pattern {text!r}: {head!r} is no kind of site; use one of {', '.join(TRAITS)}")
-            text = rest
-        glob, sharp, number = text.rpartition("#")
-        if not sharp or (glob.endswith("[") and number.startswith("]")):  # none, or one of the name
-            return cls(kind, text, None)
-        if not number.isdecimal():
-            raise ValueError(f"pattern {text!r}: '#' is followed by the number of a call, got {number!r}")
-        return cls(kind, glob, int(number))
+        source, arrow, to = (rest if colon else text).partition(ARROW)
+        if not arrow:
+            return cls(kind, NamePattern.parse(source, text))
+        if not source or not to or kind not in (None, "error"):
+            raise ValueError(
+                f"pattern {text!r}: the error of one use of a value is 'error:SOURCE->DESTINATION', with the name of "
+                "the value on the left, and on the right that of the module or op that uses it"
+            )
+        return cls(kind, NamePattern.parse(source, text), NamePattern.parse(to, text))
+
+    def may_begin_at(self, site: Site) -> bool:
+        """Return whether its left side means the value of a site, in whichever call."""
+        return replace(self, source=replace(self.source, call=None), to=None).matches(site)
+
+    def may_end_at(self, name: str, *, is_op: bool) -> bool:
+        """Return whether its right side means a module or an op, in whichever call."""
+        return self.to is not None and replace(self.to, call=None).matches(name, 0, is_op=is_op)
 
     def matches_text(self, site: str) -> bool:
         """Return whether the text of a site, ``kind:name[#call]``, matches, as in the address of a record."""
         kind, colon, rest = site.partition(":")
         kind, rest = (kind, rest) if colon else ("", site)
-        name, sharp, number = rest.rpartition("#")
-        name, number = (name, number) if sharp and number.isdecimal() else (rest, "")
-        return (
-            self.kind in (None, kind)
-            and (self.call is None or str(self.call) == (number or "0"))
-            and (fnmatchcase(name, self.glob) or fnmatchcase(rest, self.glob))
-        )
+        source, arrow, to = rest.partition(ARROW)
+        if self.kind not in (None, kind) or bool(arrow) != (self.to is not None):
+            return False
+        return self.source.matches_text(source) and (self.to is None or self.to.matches_text(to))
 
     def matches(self, site: Site) -> bool:
         """Compare with every address of the site; without a kind, only sites of the model's graphs match."""
@@ -202,16 +281,17 @@ class Pattern:
         is_elsewhere = site.traits.needs_kind or site.traits.at_guard
         if site.kind != self.kind and (self.kind is not None or is_elsewhere):
             return False
-        return any(
-            self._may_mean(site, name) and fnmatchcase(name, self.glob) and self.call in (None, call)
+        return self._matches_use(site) and any(
+            self.source.matches(name, call, is_op=site.traits.of_value and "/" in name and name not in site.output_of)
             for name, call in site.addresses or ((site.name, site.call),)
         )
 
-    def _may_mean(self, site: Site, name: str) -> bool:
-        """Whether the glob is of the kind that an address of the site is: with ``/`` for an op."""
-        has_slash = "/" in self.glob
-        is_op = site.traits.of_value and "/" in name and name not in site.output_of
-        return has_slash == is_op or (not is_op and "/" in name)
+    def _matches_use(self, site: Site) -> bool:
+        """Whether the destination is meant: the outermost one that matches."""
+        if self.to is None or not site.destination:
+            return self.to is None and not site.destination
+        first, *around = (self.to.matches(name, call, is_op="/" in name) for name, call in site.destination)
+        return first and not any(around)
 
 
 def escape(name: str) -> str:

@@ -22,7 +22,7 @@ from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import check_policy
 from gradrewrite.policy.sampling import Measured
-from gradrewrite.rewriting.config import Loops, RewriteConfig
+from gradrewrite.rewriting.config import Loops, RewriteConfig, uses_of
 
 
 class Backend:
@@ -148,7 +148,9 @@ def _drop_unused(ref: weakref.ref[Backend]) -> None:
         dynamo_cache.clear_dropped()  # what is dropped still counts against torch's recompile limit
 
 
-def backend(policy: Policy, *, monitor: Monitor | None = None, loops: Loops = None) -> Backend:
+def backend(
+    policy: Policy, *, monitor: Monitor | None = None, loops: Loops = None, uses: str | Sequence[str] = ()
+) -> Backend:
     """Make a torch.compile backend that rewrites the backward.
 
     Names are those of the module that is compiled; with several modules in one compiled function they begin
@@ -159,12 +161,14 @@ def backend(policy: Policy, *, monitor: Monitor | None = None, loops: Loops = No
         policy: A callback, a rule, or a list of them.
         monitor: Where records go; a new ``Monitor`` if None.
         loops: What becomes of loops in Python, as in ``gr.transform``.
+        uses: Patterns of single uses of values with sites, as there.
 
     Returns:
         A backend with ``.monitor`` and ``.explain()``; ``mode`` and ``options`` of torch.compile are Inductor's.
 
     Raises:
-        ValueError: A bound in a rule is a tensor that is negative, or ``loops`` is none of these.
+        ValueError: A bound in a rule is a tensor that is negative, ``loops`` is none of these, or a pattern in ``uses``
+            is none of a use.
         PolicyError: ``policy`` is none; or, from ``torch.compile``, the backend has another module already.
 
     Example:
@@ -172,14 +176,18 @@ def backend(policy: Policy, *, monitor: Monitor | None = None, loops: Loops = No
         >>> from gradrewrite.passes import ClipByNorm
         >>> step = torch.compile(torch.nn.Linear(2, 2), backend=gr.backend(gr.on("gradient:*", ClipByNorm(1.0))))
     """
-    return make_backend(policy, monitor, Inductor(), loops)
+    return make_backend(policy, monitor, Inductor(), loops, uses)
 
 
-def make_backend(policy: Policy, monitor: Monitor | None, engine: Engine, loops: Loops = None) -> Backend:
+def make_backend(
+    policy: Policy, monitor: Monitor | None, engine: Engine, loops: Loops = None, uses: str | Sequence[str] = ()
+) -> Backend:
     """Make a backend that compiles with an engine; see ``backend``."""
     check_policy(policy)
     monitor = monitor_or_new(monitor)
-    return Backend(Session(RewriteConfig(policy, loops=loops), recorder_of(monitor)), engine, monitor)
+    return Backend(
+        Session(RewriteConfig(policy, loops=loops, uses=uses_of(uses)), recorder_of(monitor)), engine, monitor
+    )
 
 
 def monitor_or_new(monitor: Monitor | None) -> Monitor:
@@ -201,16 +209,17 @@ def registered_backend(
 ) -> Runnable:
     """The backend that torch finds under the name ``gradrewrite``.
 
-    ``torch.compile(f, backend="gradrewrite", options={"policy": ..., "monitor": ..., "loops": ...})``; other options
-    are Inductor's.
+    ``torch.compile(f, backend="gradrewrite", options={"policy": ..., "monitor": ..., "loops": ..., "uses": ...})``;
+    other options are Inductor's.
     Without a policy it compiles the plain backward.
     """
     rest = dict(options or {})
     has_policy, used = "policy" in rest, dynamo.backend_in_use()
     policy, monitor, loops = rest.pop("policy", []), rest.pop("monitor", None), rest.pop("loops", None)
+    uses = rest.pop("uses", ())
     found = _registered.get(used[0]) if has_policy and used is not None else None
     if found is None:
-        found = backend(policy, monitor=monitor, loops=loops)
+        found = backend(policy, monitor=monitor, loops=loops, uses=uses)
         if has_policy and used is not None:
             _registered[used[0]] = found
     return found(gm, example_inputs, mode=mode, options=rest)

@@ -38,6 +38,7 @@ from gradrewrite.instrumentation.op_probes import insert_op_probes, tracing_ops
 from gradrewrite.instrumentation.probes import calls_around, erase_notes, insert_probes, region_call, tracing
 from gradrewrite.instrumentation.recurrent import find_recurrent, run_as_operators, sizes_of_lengths
 from gradrewrite.instrumentation.rolling import LoopReport, find_long_loops, roll_loops
+from gradrewrite.instrumentation.uses import insert_uses
 from gradrewrite.ir import editing, encoded_nodes, partitioning
 from gradrewrite.ir.called_ops import CalledOp
 from gradrewrite.ir.edits import Edit
@@ -47,7 +48,7 @@ from gradrewrite.ir.loop_code import LoopCode
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.marked_loops import Loop
 from gradrewrite.ir.values import Value
-from gradrewrite.policy.rules import Answered, answers_alike, ask_in_order
+from gradrewrite.policy.rules import Answered, answers_alike, ask_in_order, patterns_of_uses
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.replay.step_snapshot import PendingForwards, names_of_outputs
 from gradrewrite.rewriting.comparison import rewrite_and_compare
@@ -57,7 +58,7 @@ from gradrewrite.rewriting.inserters.saved import SavedRewrite
 from gradrewrite.rewriting.joint import rewrite_joint_graph
 from gradrewrite.rewriting.loop_answers import answer_form, is_acting, sites_in
 from gradrewrite.rewriting.result import RewriteResult
-from gradrewrite.sites import Site
+from gradrewrite.sites import Pattern, Site
 
 logger = logging.getLogger("gradrewrite.cache")
 
@@ -160,6 +161,7 @@ def marking(
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
         name = "" if region is None else region.name
         compilation.values = insert_probes(gm, session.names, masks, returned, region=name)
+        compilation.probe_uses(gm)
         compilation.roll_python_loops(gm)
         compilation.probe_ops(gm)
         _warn_of_nested_regions(session, gm)
@@ -218,6 +220,7 @@ class GraphCompilation:
 
     def marked(self, graph: fx.Graph) -> MarkedJointGraph:
         """Return a joint graph with its probes' values, inputs and layouts."""
+        editing.erase_uses(graph)
         number = 0 if self.region is None else self.region.number
         is_whole = self.is_whole and self.region is None
         given = (
@@ -267,6 +270,16 @@ class GraphCompilation:
             self.loops += tuple(loops)
         else:
             self.python_loops = find_long_loops(gm, self.values)
+
+    def probe_uses(self, gm: fx.GraphModule) -> None:
+        """Insert probes of single uses of values, where the policy asks for them."""
+        session, region = self.session, "" if self.region is None else self.region.name
+        patterns = [*patterns_of_uses(session.config.policy), *map(Pattern.parse, session.config.uses)]
+        if patterns and torch.is_grad_enabled():
+            values = list(self.values)
+            others = insert_uses(gm, values, session.names, patterns, region)
+            self.values = values
+            session.rules.note_uses(others)
 
     def probe_ops(self, gm: fx.GraphModule) -> None:
         """Insert probes around ops, if the policy may answer there."""

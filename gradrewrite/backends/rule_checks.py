@@ -41,6 +41,7 @@ class RuleChecks:
         self._policy, self._graphs, self._names, self._inputs, self._warnings = policy, graphs, names, inputs, warnings
         self._is_done = False
         self._followed: set[Hashable] = set()
+        self._uses: dict[str, None] = {}  # other uses of the values of rules
         self._refused: dict[Hashable, str] = {}
         self._step_answers: frozenset[tuple[int, ...]] | None = None  # None until a guard has asked
         self.may_have_step_sites = may_answer_at(policy, {"step"})
@@ -76,6 +77,11 @@ class RuleChecks:
                 continue
             near = ", ".join([*self._likely_sites(pattern, sites), *nearest(rule.pattern, list(map(str, sites)))][:5])
             self._warnings.warn_once(f"lost {rule.pattern}", _LOST.format(rule.pattern, near or "none"))
+
+    def note_uses(self, others: Sequence[Sequence[str]]) -> None:
+        """Note the uses that a graph has of the values of patterns that match none of them."""
+        for own in others:
+            self._uses |= dict.fromkeys(own)
 
     def note_forms(self, saved: SavedRewrite) -> None:
         """Note the answers with forms of saved tensors that a graph followed, and those that it refused at a site."""
@@ -167,7 +173,8 @@ class RuleChecks:
             silent = sorted(self._names_without_site(pattern))
             if not silent:
                 meant = self._likely_sites(pattern, sites)
-                known = [*meant, *nearest(rule.pattern, [str(s) for s in sites if str(s) not in meant])]
+                among = [str(s) for s in sites if str(s) not in meant] if pattern.to is None else list(self._uses)
+                known = [*meant, *nearest(rule.pattern, among)]
                 raise NoSuchSiteError(rule.pattern, known[:5], rule.source)
             self._warnings.warn_once(
                 rule.pattern,
@@ -178,7 +185,7 @@ class RuleChecks:
 
     def _warn_of_length(self, text: str, pattern: Pattern, sites: Iterable[Site]) -> bool:
         """Warn of a rule for an iteration that a loop does not have at this length; return whether it is one."""
-        whole = replace(pattern, call=None)
+        whole = replace(pattern, source=replace(pattern.source, call=None))
         inside = [site for site in sites if site.iteration is not None and whole.matches(site)]
         if pattern.call is None or not inside:
             return False

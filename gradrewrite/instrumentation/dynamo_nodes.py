@@ -171,6 +171,24 @@ class Aliases:
                 found.setdefault(id(fake_of(alias)), alias)
         return list(found.values())
 
+    def writes_behind(self, node: fx.Node, first: fx.Node) -> list[fx.Node]:
+        """Return the nodes from this one on that write to the memory of a tensor."""
+        fake = fake_of(node)
+        if not _has_storage(fake):
+            return []
+        found = self._writes[fake_tensors.storage_key(fake)]
+        nodes = list(self._position)
+        return [nodes[position] for position in found if position >= self._position[first]]
+
+    def is_alone(self, node: fx.Node, first: fx.Node) -> bool:
+        """Return whether no other tensor of the same memory is used from this node on."""
+        fake = fake_of(node)
+        if not _has_storage(fake):
+            return True
+        uses = self._uses[fake_tensors.storage_key(fake)]
+        used = (fake_of(alias) for position, alias in uses if position >= self._position[first])
+        return all(other is fake for other in used)
+
 
 def _has_storage(fake: Tensor | None) -> TypeGuard[Tensor]:
     return fake is not None and fake.layout is torch.strided and not autograd.is_transformed(fake)

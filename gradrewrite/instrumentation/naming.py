@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ def name_values(
 ) -> dict[int, Callable[[Kind], Site]]:
     """Name the values of a graph after tracing; return functions from kind to site, by number.
 
+    A use of a value has the name of that, with its destination; a further path to another use has none.
     Two names for one value are one. Calls of modules and ops are counted on from ``calls_before`` of the graph, and
     from ``counts`` of calls in other graphs, by name.
     """
@@ -38,10 +40,11 @@ def name_values(
     named = {
         n: value
         for n, value in enumerate(values)
-        if value.same_as is None and not (value.is_unused_selection or value.loop)
+        if value.same_as is None and not (value.is_unused_selection or value.loop or value.use_of is not None)
     }
     names = _Namer(list(named.values()), calls_before, counts)
-    return {n: partial(names.site, value) for n, value in named.items()}
+    found: dict[int, Callable[[Kind], Site]] = {n: partial(names.site, value) for n, value in named.items()}
+    return found | {n: partial(names.use, value) for n, value in enumerate(values) if names.has_use(value)}
 
 
 def may_answer_at_ops(policy: Policy, values: Sequence[Value]) -> bool:
@@ -51,8 +54,9 @@ def may_answer_at_ops(policy: Policy, values: Sequence[Value]) -> bool:
     callbacks = list(callbacks_of(policy).values())
     if not callbacks:
         return False
-    names = _Namer(values, 0, {})
-    return any(ask_in_order(callbacks, names.site(value, "backward")) for value in values if not value.loop)
+    own = [value for value in values if not value.loop and value.use_of is None]
+    names = _Namer(own, 0, {})
+    return any(ask_in_order(callbacks, names.site(value, "backward")) for value in own)
 
 
 def number_loops(loops: Sequence[Loop], calls_before: int, counts: Mapping[str, int]) -> None:
@@ -75,6 +79,7 @@ class _Namer:
         self._values = values
         self._outputs: dict[ModuleCall, list[Value]] = defaultdict(list)
         self._call_number: dict[ModuleCall, int] = {}
+        self._moved_call: Callable[[tuple[str, int]], tuple[str, int]] = lambda at: at  # of a module
         self._address: dict[int, list[tuple[str, int]]] = {}
         self._inside: dict[int, tuple[str, int]] = {}  # the module call in which the value was made
         module_calls: Counter[str] = Counter()
@@ -117,6 +122,7 @@ class _Namer:
             found[:] = map(move, found)
         move = moved(self._inside.values())
         self._inside = {key: move(at) for key, at in self._inside.items()}
+        self._moved_call = moved((call[0], number) for call, number in self._call_number.items())
 
     def site(self, value: Value, kind: Kind) -> Site:
         addresses = [*self._address[id(value)]]
@@ -139,6 +145,22 @@ class _Namer:
             may_be_infinite=value.may_be_infinite,
             addresses=tuple(addresses),
         )
+
+    def has_use(self, value: Value) -> bool:
+        """Return whether a value is one use of a named one, in a destination that is known."""
+        source, end = value.source_of_use, value.destination
+        is_known = (id(end) in self._address) if isinstance(end, Value) else end in self._call_number
+        return id(source) in self._address and is_known
+
+    def use(self, value: Value, kind: Kind) -> Site:
+        """Return the site of a use."""
+        source, end = value.source_of_use, value.destination
+        assert source is not None
+        ends = [self._address[id(end)][-1]] if isinstance(end, Value) else self._numbered([end] if end else [])
+        return replace(self.site(source, kind), destination=(*ends, *self._numbered(value.around)))
+
+    def _numbered(self, calls: Iterable[ModuleCall]) -> list[tuple[str, int]]:
+        return [self._moved_call((call[0], self._call_number[call])) for call in calls if call in self._call_number]
 
     def _is_output(self, value: Value, call: ModuleCall) -> bool:
         return bool(call[0]) and any(value is other for other in self._outputs[call])

@@ -28,7 +28,7 @@ from gradrewrite.instrumentation.dynamo_nodes import (
     op_name,
 )
 from gradrewrite.instrumentation.loops import run_loop
-from gradrewrite.instrumentation.probes import probed
+from gradrewrite.instrumentation.probes import is_use, probed
 from gradrewrite.ir import markers
 from gradrewrite.ir.called_ops import CalledOp, Operand, Symbol
 from gradrewrite.ir.marked_loops import Loop, RolledLoop
@@ -88,6 +88,8 @@ def _insert_in(gm: fx.GraphModule, found: list[CalledOp]) -> None:
 def _values_of(node: fx.Node) -> tuple[int, ...]:
     """Return the numbers of the values that an op makes; none for other nodes."""
     if node.op not in ("call_function", "call_method") or _is_selection(node) or probed(node) is not None:
+        return ()
+    if is_use(node):
         return ()
     if (number := probed(node.next)) is not None:
         return (number,)

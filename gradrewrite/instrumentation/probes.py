@@ -108,8 +108,9 @@ def _probe(x: Tensor, number: int) -> None:
         value.subclass = type(x).__name__
         return
     value.layout = Layout.of(x)
-    with torch.no_grad():
-        markers.mark_activation(dtensors.local_of(x) if dtensors.is_dtensor(x) else x, number)
+    if value.use_of is None:
+        with torch.no_grad():
+            markers.mark_activation(dtensors.local_of(x) if dtensors.is_dtensor(x) else x, number)
     if x.requires_grad:
 
         def mark(g: Tensor | None) -> Tensor | None:
@@ -127,6 +128,31 @@ def _probe(x: Tensor, number: int) -> None:
             return layout.wrap(markers.mark_error(dtensors.local_of(g), number))
 
         x.register_hook(mark)
+
+
+def _use(x: Tensor) -> Tensor:
+    """Return one use of a value: the same tensor, with an error of its own."""
+    is_traced = _tracing.get() is not None and make_fx.is_tracing() and not autograd.is_transformed(x)
+    if not is_traced or not x.requires_grad:
+        return x
+    if dtensors.is_dtensor(x):
+        return x.view_as(x)
+    if fake_tensors.is_wrapper(x):
+        return x
+    made: Tensor = markers.use(x)
+    return made
+
+
+def add_use(made: fx.Node) -> fx.Node:
+    """Add a node that hands a value on to some of its uses, at the insertion point of the graph."""
+    node = made.graph.call_function(_use, (made,))
+    node.meta["example_value"] = made.meta.get("example_value")
+    return node
+
+
+def is_use(node: fx.Node) -> bool:
+    """Return whether a node hands a value on to some of its uses."""
+    return node.target is _use
 
 
 def add_probe(made: fx.Node, number: int) -> fx.Node:
@@ -191,7 +217,7 @@ class _Tracing:
         if first == number and value.replaces is not None:
             value.replaces.is_overwritten = True
         if first != number:
-            value.same_as = self.values[first]
+            value.same_as = self.values[first].use_of or self.values[first]
         return first != number
 
     def note_outputs(self, outputs: Sequence[Any]) -> None:

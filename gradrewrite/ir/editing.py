@@ -82,8 +82,16 @@ def size_instead(node: fx.Node, tensor: fx.Node, dim: int) -> None:
     erase(node)
 
 
+def erase_uses(graph: fx.Graph) -> None:
+    """Erase the nodes that hand values on to single uses; markers are in the backward."""
+    for node in graph.find_nodes(op="call_function", target=markers.use):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
 def erase_markers(graph: fx.Graph) -> None:
     """Erase all markers; the graph is then equal to one without probes."""
+    erase_uses(graph)
     # In this order, so that a chain of markers hands each user on once.
     for node in list(graph.nodes):
         if node.target in markers.IDENTITIES:

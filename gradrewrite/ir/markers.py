@@ -14,6 +14,7 @@ LIBRARY.define("mark_activation(Tensor x, int value) -> ()")
 LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
 LIBRARY.define("hold(Tensor[] tensors, int[] of_forward=[]) -> ()")
 LIBRARY.define("copy(Tensor x) -> Tensor")
+LIBRARY.define("use(Tensor x) -> Tensor")
 LIBRARY.define("mark_operands(Tensor[] tensors, int op, bool are_results) -> ()")
 LIBRARY.define("mark_op_error(Tensor g, int op, int result) -> Tensor")
 LIBRARY.define("mark_op_gradient(Tensor g, Tensor[] errors, int op, int operand) -> Tensor")
@@ -49,10 +50,16 @@ LIBRARY.impl("copy", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("gradrewrite::copy", torch.empty_like, lib=LIBRARY)
 torch.library.register_autograd("gradrewrite::copy", lambda _, g: g, lib=LIBRARY)
 
+# One use of a value, in the forward: it goes before the rewrite begins.
+LIBRARY.impl("use", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("gradrewrite::use", _like, lib=LIBRARY)
+torch.library.register_autograd("gradrewrite::use", lambda _, g: g, lib=LIBRARY)
+
 mark_activation = torch.ops.gradrewrite.mark_activation.default
 mark_error = torch.ops.gradrewrite.mark_error.default
 hold = torch.ops.gradrewrite.hold.default
 copy = torch.ops.gradrewrite.copy.default
+use = torch.ops.gradrewrite.use.default
 mark_operands = torch.ops.gradrewrite.mark_operands.default
 mark_op_error = torch.ops.gradrewrite.mark_op_error.default
 mark_op_gradient = torch.ops.gradrewrite.mark_op_gradient.default

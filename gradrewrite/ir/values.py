@@ -41,6 +41,17 @@ class Value:
     error_layout: Layout | None = None
     loop: str = ""  # name of the loop in whose body it is made; it is a value of each iteration
     has_error: bool = False  # its error came by while the graph was traced, used or not
+    use_of: Value | None = None  # the value of which it is one use: the same tensor
+    # What uses that: the call of a module, or the op that makes a value. None where it is a further path to a use of
+    # another value, and with its error a part of that of ``use_of``.
+    destination: ModuleCall | Value | None = None
+    around: tuple[ModuleCall, ...] = ()  # the module calls around the destination that did not make it, innermost first
+    refusal: str = ""  # why the use has no error of its own; ``""`` if it has
+
+    @property
+    def source_of_use(self) -> Value | None:
+        """The value of which it is a use, under its first name; None for all others."""
+        return self.use_of if self.use_of is None or self.use_of.same_as is None else self.use_of.same_as
 
     @property
     def returned_by(self) -> list[ModuleCall]:

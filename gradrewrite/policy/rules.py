@@ -334,6 +334,11 @@ def rules_at(policy: Policy, kind: Kind) -> list[Rule]:
     return [rule for rule in rules_of(policy) if Pattern.parse(rule.pattern).kind == kind]
 
 
+def patterns_of_uses(policy: Policy) -> list[Pattern]:
+    """Return the patterns of a policy's rules for single uses of values."""
+    return [pattern for rule in rules_of(policy) if (pattern := Pattern.parse(rule.pattern)).to is not None]
+
+
 def first_guarded_site(policy: Policy, parameters: Mapping[str, Tensor]) -> str | None:
     """Return the first site at a guard with an answer, among these parameters, or a rule for optimizer state."""
     for name, parameter in parameters.items():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd
 from gradrewrite.distributed.layouts import Layout
@@ -35,6 +37,7 @@ class InsertionPoint:
     layout: Layout | None = None  # of the value, if the node is what this process holds of a DTensor
     value_layout: Layout | None = None  # that of what it is the gradient of
     is_part: bool = False  # the value is a plain part of a global tensor
+    is_sum: bool = False  # the value is added up to be measured; nothing reads it
     replicas: int = 1  # how many ranks have the same value
     loss: int | None = None  # number of the loss that the value is the gradient of; None of all
     records_of: LossOf | None = None  # whose number its records have: that of this loss, or of the only one here
@@ -53,11 +56,13 @@ class FoundPoints:
         points: Values in execution order, then parameters, then inputs.
         outside: Sites whose error is outside of the graph, if only in part.
         subclasses: Sites of tensor subclasses other than DTensors, by the name of the class; of gradients ``""``.
+        refused: Single uses without an error of their own, and why.
     """
 
     points: list[InsertionPoint] = field(default_factory=list)
     outside: list[Site] = field(default_factory=list)
     subclasses: dict[Site, str] = field(default_factory=dict)
+    refused: dict[Site, str] = field(default_factory=dict)
 
 
 def find_insertion_points(marked: MarkedJointGraph) -> FoundPoints:
@@ -65,8 +70,8 @@ def find_insertion_points(marked: MarkedJointGraph) -> FoundPoints:
     found = FoundPoints()
     if not aot_autograd.has_gradients(marked.graph):
         return found
+    _find_values(marked, found)
     order = {node: number for number, node in enumerate(marked.graph.nodes)}
-    _find_values(marked, order, found)
     gradients = _points_of_gradients(marked, order)
     found.points += sorted(gradients, key=lambda point: not point.site.traits.of_parameter)
     for position, node in aot_autograd.subclass_gradients(marked.graph).items():
@@ -76,12 +81,17 @@ def find_insertion_points(marked: MarkedJointGraph) -> FoundPoints:
     return found
 
 
-def _find_values(marked: MarkedJointGraph, order: Mapping[fx.Node, int], found: FoundPoints) -> None:
+def _find_values(marked: MarkedJointGraph, found: FoundPoints) -> None:
     activations, errors = read_markers(marked.graph)
+    sums = _add_up_parts(marked, errors)
+    order = {node: number for number, node in enumerate(marked.graph.nodes)}
     regenerated = aot_autograd.regenerated_outputs(marked.graph)
     points, outside = found.points, found.outside
     for number, site_at in name_values(marked.values, marked.call, marked.counts).items():
         value, forward, marker = marked.values[number], activations.get(number), errors.get(number)
+        if value.refusal:
+            found.refused[site_at("error")] = value.refusal
+            continue
         if forward is not None:
             site, node = site_at("activation"), forward.all_input_nodes[0]
             if site.dtype.is_floating_point or site.dtype.is_complex:
@@ -100,7 +110,35 @@ def _find_values(marked: MarkedJointGraph, order: Mapping[fx.Node, int], found: 
             point = InsertionPoint(site, node, marker, order[marker], marker=marker, is_part=value.is_part)
             point.value = None if forward is None else forward.all_input_nodes[0]
             point.layout, point.value_layout = value.error_layout, value.layout
+            point.is_sum = number in sums
             points.append(point)
+
+
+def _add_up_parts(marked: MarkedJointGraph, errors: dict[int, fx.Node]) -> set[int]:
+    """Add up the errors of values that single uses of another value have taken parts of; return their numbers.
+
+    A value with one part of its error alone has that in the place of its marker.
+    """
+    numbers = {id(value): number for number, value in enumerate(marked.values)}
+    own: dict[int, list[fx.Node]] = {}
+    for number, value in enumerate(marked.values):
+        if (source := value.source_of_use) is not None and value.destination is None and number in errors:
+            own.setdefault(numbers[id(source)], []).append(errors[number])
+    added = set()
+    for number, parts in own.items():
+        nodes = sorted([*parts, *([errors[number]] if number in errors else [])])
+        if len(nodes) == 1:
+            errors[number] = nodes[0]
+            continue
+        graph, given = marked.graph, [node.all_input_nodes[0] for node in nodes]
+        (total,), _ = editing.compute(graph, _total, given, nodes[-1].next)
+        errors[number] = editing.insert_call(graph, markers.mark_error, (total, number), total.next, "is_backward")
+        added.add(number)
+    return added
+
+
+def _total(*errors: Tensor) -> tuple[Tensor, ...]:
+    return (functools.reduce(torch.add, errors),)
 
 
 def _points_of_gradients(marked: MarkedJointGraph, order: Mapping[fx.Node, int]) -> Iterator[InsertionPoint]:

@@ -1,0 +1,332 @@
+"""Uses of values: the part of a value's error that one destination sends.
+
+Where a rule asks for it, the uses of a value in one call of a module, or by one op, read the value through a node of
+their own, so that autograd has the sum of their errors by itself before it adds it to the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from gradrewrite.instrumentation.dynamo_nodes import (
+    Aliases,
+    checkpoint_body,
+    fake_of,
+    is_checkpoint,
+    op_name,
+    returns_its_input,
+)
+from gradrewrite.instrumentation.module_names import ModuleNames
+from gradrewrite.instrumentation.naming import name_values
+from gradrewrite.instrumentation.probes import add_probe, add_use, calls_around, probed, region_call
+from gradrewrite.ir.values import ModuleCall, Value
+from gradrewrite.sites import ARROW, Pattern
+
+# Ops that hand their first argument on, in another form, part, type or place: a use behind them is one of the argument.
+TRANSPARENT = frozenset((
+    "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose",
+    "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint", "getattr", "expand", "expand_as",
+    "broadcast_to", "narrow", "select", "diagonal", "unfold", "split", "chunk", "tensor_split", "unbind",
+    "getitem", "index_select", "take_along_dim", "gather",
+    "to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "cpu", "cuda",
+))  # fmt: skip
+_ACROSS = (
+    "the use reads it through {}, outside of the activation checkpoint that the use is in. Name the result of that "
+    "with gr.tap, and the use of that"
+)
+_WRITTEN = (
+    "its memory is written to in place behind the use, by {}. Let the op change a copy: h = h + 1 in the place of "
+    "h += 1"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """One use: an argument of a node that is the value, or what transparent ops make of it."""
+
+    user: fx.Node
+    argument: fx.Node
+    through: tuple[fx.Node, ...]  # these ops, from the value to the argument
+    root: fx.Node  # the value
+
+
+@dataclass(eq=False)
+class _Use:
+    """The uses of one value in one destination."""
+
+    value: int
+    destination: ModuleCall | int  # of an op the number of its value
+    around: tuple[ModuleCall, ...]
+    edges: list[_Edge] = field(default_factory=list)
+    refusal: str = ""
+
+    @property
+    def depth(self) -> tuple[bool, int]:
+        """A key by which what is inside of another destination comes behind it."""
+        return isinstance(self.destination, int), len(self.around)
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The way from an earlier value to one that transparent ops made of it."""
+
+    source: int
+    root: fx.Node
+    nodes: tuple[fx.Node, ...]
+    used: frozenset[int]  # values of which these ops are uses themselves
+
+
+def insert_uses(
+    gm: fx.GraphModule, values: list[Value], names: ModuleNames, patterns: Sequence[Pattern], region: str = ""
+) -> list[list[str]]:
+    """Insert a node and a probe for each use that a pattern asks for, in place; values of uses are appended.
+
+    Bodies of activation checkpoints are entered. Returned are, by pattern, the uses that its left side has, as text; a
+    pattern that matches one has none.
+    """
+    reader = _Reader(values, names, patterns, region)
+    reader.read(gm, {}, ())
+    # Later values first: what writes to a value changes what its readers behind that read.
+    uses = sorted(reader.uses.values(), key=lambda use: (use.value, use.depth), reverse=True)
+    for number, use in enumerate(uses):
+        _Insertion(use, values).insert([other for other in uses[number + 1 :] if other.value == use.value])
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
+    return [list(found) for found in reader.others]
+
+
+_Outer = dict[fx.Node, fx.Node]  # placeholders of a checkpoint's body to the nodes outside
+_Checkpoints = tuple[tuple[fx.Node, tuple[ModuleCall, ...]], ...]  # with the module calls around, outermost first
+
+
+class _Reader:
+    """Finds the uses that patterns ask for."""
+
+    def __init__(self, values: Sequence[Value], names: ModuleNames, patterns: Sequence[Pattern], region: str) -> None:
+        self._values, self._names, self._patterns = values, names, patterns
+        self._region = region_call(region)
+        known = name_values(values)
+        self._sources = {
+            n: [p for p, pattern in enumerate(patterns) if n in known and pattern.may_begin_at(known[n]("error"))]
+            for n in range(len(values))
+        }
+        self._texts = {n: str(known[n]("error")) for n, found in self._sources.items() if found}
+        self.uses: dict[tuple[int, ModuleCall | int], _Use] = {}
+        self.others: list[dict[str, None]] = [{} for _ in patterns]
+        self._matched: set[int] = set()
+        self._current: dict[int, int] = {}  # number of the value, by identity of the fake tensor
+        self._paths: dict[int, _Path] = {}  # by the value that they lead to
+        self._read_at: dict[fx.Node, _Path] = {}  # by transparent op with several results; without itself
+
+    def read(self, gm: fx.GraphModule, outer: _Outer, checkpoints: _Checkpoints) -> None:
+        """Read a graph, or the body of a checkpoint."""
+        for node in gm.graph.nodes:
+            if node.op not in ("call_function", "call_method", "call_module"):
+                continue
+            number = probed(node)
+            if number is not None:
+                made = node.all_input_nodes[0]
+                self._current[id(fake_of(outer.get(made, made)))] = number
+            elif is_checkpoint(node):
+                body, inside = checkpoint_body(gm, node, outer)
+                calls = calls_around(node, self._names, self._region)
+                self.read(body, inside, (*checkpoints, (node, calls)))
+            elif returns_its_input(node):
+                given = node.all_input_nodes[0]
+                value = self._current.get(id(fake_of(outer.get(given, given))))
+                if value is not None:
+                    self._current[id(fake_of(node))] = value
+            else:
+                self._read_node(node, outer, checkpoints)
+
+    def _read_node(self, node: fx.Node, outer: _Outer, checkpoints: _Checkpoints) -> None:
+        used: set[int] = set()
+        for argument in node.all_input_nodes:
+            number = self._current.get(id(fake_of(outer.get(argument, argument))))
+            if number is None:
+                continue
+            for path in self._ways_to(number, argument):
+                if self._note(node, argument, path, outer, checkpoints):
+                    used.add(path.source)
+        if op_name(node) in TRANSPARENT:
+            self._follow(node, frozenset(used), outer)
+
+    def _ways_to(self, number: int, argument: fx.Node) -> Iterator[_Path]:
+        """Yield the ways to an argument: from its own value, and from those of which it is another form."""
+        yield _Path(number, argument, (), frozenset())
+        nodes: tuple[fx.Node, ...] = ()
+        used: frozenset[int] = frozenset()
+        while (path := self._paths.get(number)) is not None:
+            nodes, used, number = (*path.nodes, *nodes), used | path.used, path.source
+            if number not in used:
+                yield _Path(number, path.root, nodes, used)
+
+    def _follow(self, node: fx.Node, used: frozenset[int], outer: _Outer) -> None:
+        """Note a transparent op on the way to its result."""
+        given = node.args[0] if node.args else None
+        if not isinstance(given, fx.Node):
+            return
+        earlier = self._read_at.get(given)
+        number = self._current.get(id(fake_of(outer.get(given, given))))
+        if earlier is not None:
+            path = _Path(earlier.source, earlier.root, (*earlier.nodes, node), earlier.used | used)
+        elif number is not None and fake_of(given) is not None:
+            path = _Path(number, given, (node,), used)
+        else:
+            return
+        if fake_of(node) is None:
+            self._read_at[node] = path
+        elif (made := probed(node.next)) is not None:
+            self._paths[made] = path
+
+    def _note(self, node: fx.Node, argument: fx.Node, path: _Path, outer: _Outer, checkpoints: _Checkpoints) -> bool:
+        """Note a use for the patterns that ask for it; return whether one does."""
+        patterns, value = self._sources[path.source], self._values[path.source]
+        if not patterns:
+            return False
+        calls = [
+            call for call in calls_around(node, self._names, self._region) if call[0] and call not in set(value.calls)
+        ]
+        op = _made_by(node)
+        found = False
+        for p in patterns:
+            pattern = self._patterns[p]
+            names = [call[0] for call in calls]
+            at = next((n for n, name in enumerate(names) if pattern.may_end_at(name, is_op=False)), None)
+            if at is not None:
+                self._add(path, node, argument, calls[at], tuple(reversed(calls[:at])), outer, checkpoints)
+            elif op is not None and pattern.may_end_at(_op_address(self._values[op]), is_op=True):
+                self._add(path, node, argument, op, (), outer, ())
+            else:
+                ends = [*names[:1], *([] if op is None or names else [_op_address(self._values[op])])]
+                self.others[p] |= {f"{self._texts[path.source]}{ARROW}{end}": None for end in ends}
+                continue
+            found = True
+            self._matched.add(p)
+        return found
+
+    def _add(
+        self,
+        path: _Path,
+        node: fx.Node,
+        argument: fx.Node,
+        destination: ModuleCall | int,
+        around: tuple[ModuleCall, ...],
+        outer: _Outer,
+        checkpoints: _Checkpoints,
+    ) -> None:
+        use = self.uses.setdefault((path.source, destination), _Use(path.source, destination, around))
+        checkpoint = next((one for one, calls in checkpoints if destination in calls), None)
+        if checkpoint is not None:  # in the destination as a whole: the use is its argument
+            fake = fake_of(outer.get(argument, argument))
+            node = checkpoint
+            argument = next(a for a in checkpoint.all_input_nodes if fake_of(a) is fake)
+        root = path.root if path.nodes else argument
+        edge = _Edge(node, argument, path.nodes, root)
+        if edge not in use.edges:
+            use.edges.append(edge)
+        elsewhere = [one for one in path.nodes if one.graph is not node.graph]
+        if elsewhere:
+            use.refusal = _ACROSS.format(op_name(elsewhere[-1]))
+
+
+def _made_by(node: fx.Node) -> int | None:
+    """Return the number of the first value that an op makes."""
+    number = probed(node.next)
+    if number is not None or fake_of(node) is not None:
+        return number
+    selections = (probed(user.next) for user in node.users)
+    return min((one for one in selections if one is not None), default=None)
+
+
+def _op_address(value: Value) -> str:
+    return f"{value.calls[-1][0] if value.calls else ''}/{value.op}"
+
+
+class _Insertion:
+    """Inserts the node of one use, and lets the uses read it."""
+
+    def __init__(self, use: _Use, values: list[Value]) -> None:
+        self._use, self._values = use, values
+        source = values[use.value]
+        destination = values[use.destination] if isinstance(use.destination, int) else use.destination
+        self._value = _part_of(source)
+        self._value.destination, self._value.around, self._value.refusal = destination, use.around, use.refusal
+        self._copies: dict[fx.Node, fx.Node] = {}  # of transparent ops
+
+    def insert(self, outer: Sequence[_Use]) -> None:
+        """Insert the node; the uses of the same value in destinations around have it as one of theirs."""
+        use, values = self._use, self._values
+        values.append(self._value)
+        number = len(values) - 1
+        if use.refusal:
+            return
+        first = min(edge.through[0] if edge.through else edge.user for edge in use.edges)
+        self._check_memory(first)
+        if self._value.refusal:
+            return
+        root, graph = use.edges[0].root, first.graph
+        with graph.inserting_before(first):
+            made = add_use(root)
+            probe = add_probe(made, number)
+        covered = {pair for edge in use.edges for pair in _pairs(edge)}
+        for edge in use.edges:
+            self._lead(edge, made, covered)
+        self._follow_writes(root, made, probe)
+        for other in outer:
+            if any(edge in other.edges for edge in use.edges):
+                rest = [edge for edge in other.edges if edge not in use.edges]
+                other.edges = [*rest, _Edge(made, root, (), root)]
+
+    def _lead(self, edge: _Edge, made: fx.Node, covered: set[tuple[fx.Node, fx.Node]]) -> None:
+        """Let a use read the node; transparent ops that others read too are copied."""
+        before, now = edge.root, made
+        for node in edge.through:
+            readers = [user for user in node.users if probed(user) is None]
+            if all((node, user) in covered for user in readers):
+                node.replace_input_with(before, now)
+                before = now = node
+                continue
+            if node not in self._copies:
+                self._copies[node] = self._copied(node, before, now)
+            before, now = node, self._copies[node]
+        edge.user.replace_input_with(edge.argument, now)
+
+    def _copied(self, node: fx.Node, before: fx.Node, now: fx.Node) -> fx.Node:
+        probe = probed(node.next)
+        with node.graph.inserting_before(node):
+            copy = node.graph.node_copy(node, lambda given: now if given is before else given)
+            if probe is not None:
+                self._values.append(_part_of(self._values[probe]))
+                add_probe(copy, len(self._values) - 1)
+        return copy
+
+    def _check_memory(self, first: fx.Node) -> None:
+        """Refuse a use whose memory another name of it writes to."""
+        aliases = Aliases(first.graph)
+        root = self._use.edges[0].root
+        written = aliases.writes_behind(root, first)
+        own = {edge.user for edge in self._use.edges if not edge.through}
+        if written and not (written[0] in own and aliases.is_alone(root, first)):
+            self._value.refusal = _WRITTEN.format(op_name(written[0]))
+
+    def _follow_writes(self, root: fx.Node, made: fx.Node, probe: fx.Node) -> None:
+        """Let the nodes behind an op that writes to the use read what it has written to."""
+        writes = [edge.user for edge in self._use.edges if edge.user in Aliases(made.graph).writes_behind(made, probe)]
+        if writes:
+            for user in [user for user in root.users if user > writes[0]]:
+                user.replace_input_with(root, made)
+
+
+def _part_of(value: Value) -> Value:
+    return Value(value.op, value.calls, value.source, value.fake, use_of=value)
+
+
+def _pairs(edge: _Edge) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the transparent ops of a use with their readers."""
+    yield from itertools.pairwise((*edge.through, edge.user))
