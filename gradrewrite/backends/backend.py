@@ -74,11 +74,13 @@ class Backend:
             self._watches.append(ParameterWatch(module, self.session.warn_outside))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return make_backend, (self.session.config.policy, None, type(self.engine)())  # without code and records
+        config = self.session.config  # without code and records
+        return make_backend, (config.policy, None, type(self.engine)(), config.loops, config.uses)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """Share policy, with thresholds that you change, and monitor; Lightning compiles copies."""
-        return make_backend(self.session.config.policy, self._monitor, type(self.engine)())
+        config = self.session.config
+        return make_backend(config.policy, self._monitor, type(self.engine)(), config.loops, config.uses)
 
     @property
     def monitor(self) -> Monitor:

@@ -20,7 +20,7 @@ def calls_by_name(sites: Sequence[Site], number: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for site in sites:
         if site.traits.of_value:
-            for name, call in site.addresses or ((site.name, site.call),):
+            for name, call in (*(site.addresses or ((site.name, site.call),)), *site.destination):
                 found[name] = max(found.get(name, 0), call + 1)
     # Rounded up: the last value of a name may have no site.
     return {name: -(-calls // (number + 1)) for name, calls in found.items()}
@@ -55,13 +55,18 @@ class Renaming:
     def site(self, site: Site) -> Site:
         """Rename a site; calls of values are counted on."""
         by = self.shift if site.traits.of_value else 0
+
+        def moved(addresses: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+            return tuple((self.name(name), call + by * self.calls.get(name, 0)) for name, call in addresses)
+
         return replace(
             site,
             name=self.name(site.name),
             module=self.name(site.module),
             output_of=tuple(map(self.name, site.output_of)),
             call=site.call + by * self.calls.get(site.name, 0),
-            addresses=tuple((self.name(name), call + by * self.calls.get(name, 0)) for name, call in site.addresses),
+            addresses=moved(site.addresses),
+            destination=moved(site.destination),
         )
 
     def outputs(self, outputs: BackwardOutputs, sites: Sequence[Site]) -> BackwardOutputs:

@@ -364,6 +364,9 @@ class _Reader:
         if not isinstance(target, fx.Node):
             raise TypeError(f"gr.tap(x, {name!r}): x is one tensor, got {type(target).__name__}")
         fake = fake_of(outer.get(target, target))
+        if fake is not None and self._is_path(node, target, outer):
+            self._name_path(node, target, fake, name)
+            return
         if fake is not None:
             value = self._current.get(id(fake))
             if value is None:
@@ -372,6 +375,31 @@ class _Reader:
             if name:  # the model itself may be an Identity, or call one that is no submodule
                 (value.taps if node.target is tap else value.identities).append(name)
         node.replace_all_uses_with(target)
+        node.graph.erase_node(node)
+
+    @staticmethod
+    def _is_path(node: fx.Node, target: fx.Node, outer: _Outer) -> bool:
+        """Whether a tap hands its value on to some of its uses, and others read the value itself."""
+        others = [user for user in target.users if user is not node and _is_reader(user)]
+        if target in outer:
+            others += [user for user in outer[target].users if _is_reader(user) and not is_checkpoint(user)]
+        is_path = bool(others) and any(map(_is_reader, node.users))
+        return is_path and not Aliases(node.graph).writes_behind(target, node)
+
+    def _name_path(self, node: fx.Node, target: fx.Node, fake: Tensor, name: str) -> None:
+        """Let what reads the result of a tap have an error of its own, with this name."""
+        calls = self._calls(node)
+        if id(fake) in self._current:
+            self._current[id(fake)].used_in.append(calls)
+        with node.graph.inserting_before(node):
+            made = add_use(target)
+        with torch.enable_grad():
+            made.meta = {**node.meta, "example_value": fake.clone()}
+        value = Value("tap", calls, source_of(node), made.meta["example_value"])
+        if name:
+            (value.taps if node.target is tap else value.identities).append(name)
+        self._add(value, made, after=made)
+        node.replace_all_uses_with(made)
         node.graph.erase_node(node)
 
     def _note_return(self, note: fx.Node, outer: _Outer) -> None:
@@ -418,6 +446,13 @@ class _Reader:
 
     def _calls(self, node: fx.Node) -> tuple[ModuleCall, ...]:
         return calls_around(node, self.names, self._region)
+
+
+def _is_reader(node: fx.Node) -> bool:
+    """Whether a node uses what it reads: no probe, no note, no tap without readers."""
+    if node.target in (tap, tap_module):
+        return any(map(_is_reader, node.users))
+    return probed(node) is None and node.target is not note_return
 
 
 def region_call(region: str) -> tuple[ModuleCall, ...]:

@@ -22,7 +22,7 @@ from gradrewrite.instrumentation.dynamo_nodes import (
 )
 from gradrewrite.instrumentation.module_names import ModuleNames
 from gradrewrite.instrumentation.naming import name_values
-from gradrewrite.instrumentation.probes import add_probe, add_use, calls_around, probed, region_call
+from gradrewrite.instrumentation.probes import add_probe, add_use, calls_around, is_use, probed, region_call
 from gradrewrite.ir.values import ModuleCall, Value
 from gradrewrite.sites import ARROW, Pattern
 
@@ -153,7 +153,7 @@ class _Reader:
             for path in self._ways_to(number, argument):
                 if self._note(node, argument, path, outer, checkpoints):
                     used.add(path.source)
-        if op_name(node) in TRANSPARENT:
+        if op_name(node) in TRANSPARENT or is_use(node):
             self._follow(node, frozenset(used), outer)
 
     def _ways_to(self, number: int, argument: fx.Node) -> Iterator[_Path]:

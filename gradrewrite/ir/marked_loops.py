@@ -148,7 +148,8 @@ class RolledLoop(Loop):
                 first, last = (site_at[numbers[n]]("activation") for n in (0, -1))
                 sites = [self.site(name, "activation", t) for t in range(len(numbers))]
                 for t, number in enumerate(numbers):
-                    if site_at[number]("activation").addresses != sites[t].addresses:
+                    found = site_at[number]("activation")
+                    if (found.addresses, found.destination) != (sites[t].addresses, sites[t].destination):
                         raise TraceError(
                             f"the iterations of a rolled loop have names of different forms: {first}, {last}; "
                             'loops="unrolled" leaves the loop as it is'
@@ -162,7 +163,8 @@ class RolledLoop(Loop):
 
     def _made_site(self, name: str, kind: Kind, iteration: int) -> Site:
         first, second = (self._site_at[n](kind) for n in self.iterations[name][:2])
-        strides = tuple(b - a for (_, a), (_, b) in zip(first.addresses, second.addresses, strict=True))
+        pairs = zip(first.addresses + first.destination, second.addresses + second.destination, strict=True)
+        strides = tuple(b - a for (_, a), (_, b) in pairs)
         before = self.outside[name]
         return replace(first, iteration=before, strides=strides).at_iteration(before + iteration)
 
