@@ -115,7 +115,7 @@ class Site:
 
     @property
     def to_call(self) -> int:
-        """Which call of it, from 0."""
+        """The number of the call of the destination, from 0."""
         return self.destination[0][1] if self.destination else 0
 
     def at_iteration(self, number: int) -> Site:

@@ -34,6 +34,7 @@ from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir import markers
 from gradrewrite.ir.mask_infinities import propagates_infinity
 from gradrewrite.ir.values import ModuleCall, Value
+from gradrewrite.sites import ARROW
 
 
 def tap(x: Tensor, name: str) -> Tensor:
@@ -41,10 +42,11 @@ def tap(x: Tensor, name: str) -> Tensor:
 
     Args:
         x: Any tensor.
-        name: The site's name, without ``: # / * ? [ ]``. A name used several times counts its calls.
+        name: The site's name, without ``: # / * ? [ ]`` and ``->``. A name used several times counts its calls.
 
     Returns:
-        ``x`` itself, compiled or not.
+        ``x`` itself, compiled or not. Where the result is used and ``x`` elsewhere too, the site's error is the part
+        of the uses of the result; else that of all uses.
 
     Raises:
         TypeError: ``x`` is no tensor, or ``name`` is no string.
@@ -131,7 +133,7 @@ def _probe(x: Tensor, number: int) -> None:
 
 
 def _use(x: Tensor) -> Tensor:
-    """Return one use of a value: the same tensor, with an error of its own."""
+    """Return the same tensor, with an error of its own."""
     is_traced = _tracing.get() is not None and make_fx.is_tracing() and not autograd.is_transformed(x)
     if not is_traced or not x.requires_grad:
         return x
@@ -359,8 +361,8 @@ class _Reader:
         else:
             calls = self._calls(node)
             name = calls[-1][0] if calls else ""
-        if node.target is tap and (not name or set(name) & set(":#/*?[]")):
-            raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ]", code="tap")
+        if node.target is tap and (not name or set(name) & set(":#/*?[]") or ARROW in name):
+            raise PolicyError(f"gr.tap(x, {name!r}): a name is not empty and has none of : # / * ? [ ] ->", code="tap")
         if not isinstance(target, fx.Node):
             raise TypeError(f"gr.tap(x, {name!r}): x is one tensor, got {type(target).__name__}")
         fake = fake_of(outer.get(target, target))
@@ -387,7 +389,7 @@ class _Reader:
         return is_path and not Aliases(node.graph).writes_behind(target, node)
 
     def _name_path(self, node: fx.Node, target: fx.Node, fake: Tensor, name: str) -> None:
-        """Let what reads the result of a tap have an error of its own, with this name."""
+        """Give the readers of a tap's result an error of their own, with this name."""
         calls = self._calls(node)
         if id(fake) in self._current:
             self._current[id(fake)].used_in.append(calls)
@@ -449,7 +451,7 @@ class _Reader:
 
 
 def _is_reader(node: fx.Node) -> bool:
-    """Whether a node uses what it reads: no probe, no note, no tap without readers."""
+    """Whether a node uses its inputs: no probe, no note, no tap without readers."""
     if node.target in (tap, tap_module):
         return any(map(_is_reader, node.users))
     return probed(node) is None and node.target is not note_return

@@ -46,7 +46,7 @@ _WRITTEN = (
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """One use: an argument of a node that is the value, or what transparent ops make of it."""
+    """One use: an argument of a node, the value itself or made of it by transparent ops."""
 
     user: fx.Node
     argument: fx.Node
@@ -66,7 +66,7 @@ class _Use:
 
     @property
     def depth(self) -> tuple[bool, int]:
-        """A key by which what is inside of another destination comes behind it."""
+        """A key that sorts a destination behind those around it."""
         return isinstance(self.destination, int), len(self.around)
 
 
@@ -157,7 +157,7 @@ class _Reader:
             self._follow(node, frozenset(used), outer)
 
     def _ways_to(self, number: int, argument: fx.Node) -> Iterator[_Path]:
-        """Yield the ways to an argument: from its own value, and from those of which it is another form."""
+        """Yield the ways to an argument: from its own value, and from those in front of transparent ops."""
         yield _Path(number, argument, (), frozenset())
         nodes: tuple[fx.Node, ...] = ()
         used: frozenset[int] = frozenset()
@@ -307,7 +307,7 @@ class _Insertion:
         return copy
 
     def _check_memory(self, first: fx.Node) -> None:
-        """Refuse a use whose memory another name of it writes to."""
+        """Refuse a use of memory written to under another name."""
         aliases = Aliases(first.graph)
         root = self._use.edges[0].root
         written = aliases.writes_behind(root, first)
@@ -316,7 +316,7 @@ class _Insertion:
             self._value.refusal = _WRITTEN.format(op_name(written[0]))
 
     def _follow_writes(self, root: fx.Node, made: fx.Node, probe: fx.Node) -> None:
-        """Let the nodes behind an op that writes to the use read what it has written to."""
+        """Let the nodes behind a write to the use read the result."""
         writes = [edge.user for edge in self._use.edges if edge.user in Aliases(made.graph).writes_behind(made, probe)]
         if writes:
             for user in [user for user in root.users if user > writes[0]]:

@@ -50,7 +50,7 @@ class Value:
 
     @property
     def source_of_use(self) -> Value | None:
-        """The value of which it is a use, under its first name; None for all others."""
+        """The used value, under its first name; None for a value that is no use."""
         return self.use_of if self.use_of is None or self.use_of.same_as is None else self.use_of.same_as
 
     @property

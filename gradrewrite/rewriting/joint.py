@@ -11,7 +11,6 @@ from torch import fx
 
 from gradrewrite._compat import fake_tensors, inductor
 from gradrewrite._utils.progress import current_progress
-from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
@@ -23,14 +22,11 @@ from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
     Insertion,
-    KeepTensor,
-    MeasureTensor,
-    Omitted,
     WeighExampleGradients,
 )
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.sampling import Measured, sampled
-from gradrewrite.rewriting.asking import check_subclasses, possible
+from gradrewrite.rewriting.asking import check_subclasses, check_uses, possible
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.config import RewriteConfig
 from gradrewrite.rewriting.inserters import (
@@ -125,13 +121,8 @@ def _find(rewrite: _Rewrite) -> None:
 def _ask(rewrite: _Rewrite) -> None:
     found, ask = rewrite.found, rewrite.ask
     at_points = [(point, possible(ask(point.site), value_of(point.node).layout)) for point in found.points]
-    for point, answers in at_points:
-        if point.is_sum and (acting := next((a for a in answers if not _is_measuring(a.insertion)), None)) is not None:
-            raise PolicyError(_SPLIT.format(point.site, describe(acting.action)), code="use")
     outside = {site: ask(site) for site in found.outside}
-    for site, why in found.refused.items():
-        if ask(site):
-            raise PolicyError(f"{site}: {why}", code="use")
+    check_uses({point.site: answers for point, answers in at_points if point.is_sum}, found.refused, ask)
     of_subclasses = {site: possible(ask(site)) for site in found.subclasses}
     rewrite.at_points = at_points
     rewrite.answers = {point.site: answers for point, answers in at_points} | outside | of_subclasses
@@ -295,14 +286,6 @@ def _result(rewrite: _Rewrite, *, assumes: bool) -> RewriteResult:
     )
 
 
-def _is_measuring(insertion: Insertion) -> bool:
-    return isinstance(insertion.effect, MeasureTensor | KeepTensor | Omitted)
-
-
-_SPLIT = (
-    "{}: {} cannot act here: a rule for one use of another value (kind error, with '->') takes the part of this error "
-    "that goes there, so that the sum is only measured. Let one of the two rules go, or name this value in the other"
-)
 _PART = (
     "{}: {} acts on the part of each process by itself, because the value is a plain tensor that was taken out of a "
     "sharded DTensor. To have it act on the global tensor, keep the DTensor: ColwiseParallel(use_local_output=False), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, ClipByValue, Keep, NanToNum, Observe, Scale
 from gradrewrite.policy.rules import ask
-from gradrewrite.sites import AFTER_UPDATE, TRAITS, Pattern, Site
+from gradrewrite.sites import AFTER_UPDATE, TRAITS, NamePattern, Pattern, Site
 
 pytestmark = pytest.mark.pure
 
 KIND = st.sampled_from(list(TRAITS))
-PART = st.text(st.characters(exclude_characters="/#:", exclude_categories=("Cs",)), min_size=1, max_size=6)
+PART = st.text(st.characters(exclude_characters="/#:>", exclude_categories=("Cs",)), min_size=1, max_size=6)
 MODULE = st.lists(PART, min_size=1, max_size=3).map(".".join)
 NAME = MODULE | st.builds("{}/{}".format, MODULE | st.just(""), PART)
 CALL = st.sampled_from([0, 1]) | st.integers(0, 12)
@@ -39,6 +40,7 @@ def site(kind: Any, name: str, call: int) -> Site:
     return Site(kind, name, output_of=() if "/" in name else (name,), call=call)
 
 
+PLAIN = st.text("ab./*?", min_size=1, max_size=6)
 SITES = st.builds(site, KIND, NAME, CALL)
 
 
@@ -71,10 +73,31 @@ def test_kind_and_call_tell_sites_of_one_name_apart(a: Site, kind: Any, call: in
     assert other.matches(f"{a.kind}:{gr.escape(a.name)}#{a.call}") == ((kind, call) == (a.kind, a.call))
 
 
-@given(st.none() | KIND, st.text(st.characters(exclude_characters="#:"), min_size=1), st.none() | CALL)
+@given(st.none() | KIND, st.text(st.characters(exclude_characters="#:>"), min_size=1), st.none() | CALL)
 def test_a_pattern_comes_back_from_its_text(kind: Any, glob: str, call: int | None) -> None:
     text = (f"{kind}:" if kind else "") + glob + ("" if call is None else f"#{call}")
-    assert Pattern.parse(text) == Pattern(kind, glob, call)
+    assert Pattern.parse(text) == Pattern(kind, NamePattern(glob, call))
+
+
+@given(st.none() | st.just("error"), PLAIN, st.none() | CALL, PLAIN, st.none() | CALL)
+def test_a_pattern_of_a_use_comes_back_from_its_text(
+    kind: Any, name: str, call: int | None, to: str, to_call: int | None
+) -> None:
+    source, end = (n + ("" if c is None else f"#{c}") for n, c in ((name, call), (to, to_call)))
+    text = (f"{kind}:" if kind else "") + f"{source}->{end}"
+    assert Pattern.parse(text) == Pattern(kind, NamePattern(name, call), NamePattern(to, to_call))
+
+
+@given(SITES, NAME, CALL)
+def test_a_pattern_means_one_use_or_the_sum_over_all(a: Site, to: str, call: int) -> None:
+    whole = site("error", a.name, a.call)
+    use = replace(whole, destination=((to, call),))
+    pattern = f"error:{gr.escape(a.name)}#{a.call}"
+    assert use.matches(f"{pattern}->{gr.escape(to)}#{call}")
+    assert use.matches(f"{pattern}->{gr.escape(to)}")
+    assert not use.matches(f"{pattern}->{gr.escape(to)}#{call + 1}")
+    assert not use.matches(pattern)
+    assert not whole.matches(f"{pattern}->{gr.escape(to)}")
 
 
 @pytest.mark.long
