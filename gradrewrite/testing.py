@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from gradrewrite._compat import aot_autograd, autograd, fake_tensors, inductor, nn_modules
 from gradrewrite._eager_recurrent import RECURRENT, run_recurrent
 from gradrewrite._eager_step import EagerStep
+from gradrewrite._eager_uses import EagerUses
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
 from gradrewrite.errors import PolicyError, TraceError
@@ -53,7 +54,7 @@ from gradrewrite.policy.insertions import (
     group_effect,
 )
 from gradrewrite.policy.recording import Recording, recording
-from gradrewrite.policy.rules import ask_in_order, rules_at
+from gradrewrite.policy.rules import ask_in_order, patterns_of_uses, rules_at
 from gradrewrite.policy.scope import needs_examples, needs_losses
 from gradrewrite.policy.state_store import CarriedKeys, StateStore
 from gradrewrite.rewriting.record_nodes import RecordNumbering
@@ -158,7 +159,8 @@ def assert_matches_eager(
         AssertionError: Something differs; the message names it, and says how far plain torch.compile is from the eager
             model. Differences that ``docs/semantics.md`` describes are
             among them: actions that change zeros where the loss ignores an output, gradients of parameters and inputs
-            that the model returns, an ``nn.Identity`` with hooks of its own.
+            that the model returns, an ``nn.Identity`` with hooks of its own. A rule for a use that overwrites the value
+            is not compared either.
         RewriteError: The policy cannot be followed on this model.
         PolicyError: The policy has rules for ``step``, ``param`` or ``state`` sites, and no optimizer was given.
         TraceError: No output needs a gradient, or the model computes nothing.
@@ -566,6 +568,9 @@ class _Hooked:
         with observer.watching():
             out = self._model(*args, **kwargs)
         observer.note_returned(out)
+        for tensor, site in observer.uses():
+            self.made.add(str(site))
+            self._hook(site, _register_at(_key_of(tensor)), tensor)
         for value, site in observer.sites():
             self.made.add(str(site))
             if 0 not in site.shape:  # eager ops may return the same empty tensor where traced ones make another
@@ -691,15 +696,23 @@ class _Seen:
         return self.tensor.requires_grad and (self.key[0] is not self.tensor or self.tensor.grad_fn is None)
 
     def register(self, fn: Callable[[Tensor], Tensor]) -> Any:
-        node, number = self.key
-        if isinstance(node, Tensor):
-            return node.register_hook(fn)
+        return _register_at(self.key)(fn)
 
+
+def _register_at(key: _Key) -> Callable[[Callable[[Tensor], Tensor]], Any]:
+    """Return what registers a hook on the error of a tensor."""
+    node, number = key
+    if isinstance(node, Tensor):
+        return node.register_hook
+
+    def register(fn: Callable[[Tensor], Tensor]) -> Any:
         def before(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
             return tuple(fn(g) if n == number and g is not None else g for n, g in enumerate(grads))
 
         # On the node, not on the tensor, which an in-place op may have moved to another node since.
         return node.register_prehook(before)
+
+    return register
 
 
 @dataclass
@@ -731,6 +744,8 @@ class _Observer(TorchFunctionMode):
         self._operators: dict[CodeType, Mapping[int, str]] = {}
         self._num_ops = 0
         self._is_watching = False
+        self._uses = EagerUses(patterns_of_uses(policy), self._value_at, self._note_twin)
+        self._paths: list[tuple[_Seen, _Seen]] = []  # results of taps, with the values that were given
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -752,15 +767,15 @@ class _Observer(TorchFunctionMode):
             if self._is_watching and module is not self._model:
                 self._stack.append((name, str(len(self._stack)), str(next(self._calls))))
 
-        def leave(_: nn.Module, __: Any, output: Any) -> None:
+        def leave(_: nn.Module, __: Any, output: Any) -> Any:
             if self._is_watching and module is not self._model:
                 call = self._stack.pop()
                 self._is_watching = False  # what is asked about a tensor here is no use of it
                 self._returns[call] = self._known_in(output)
                 self._is_watching = True
                 if passes_through(module) and isinstance(output, Tensor):
-                    tap = _Op("tap", (*self._stack, call), "", self._num_ops)
-                    self._value_of(output, tap).value.identities.append(name)
+                    return self._named(output, name, (*self._stack, call), is_tap=False)
+            return output
 
         return [
             module.register_forward_pre_hook(enter, prepend=True),
@@ -774,6 +789,9 @@ class _Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         for value in self._known_in(read):
             value.used_in.append(tuple(self._stack))
+        name = self._op_name(func, sys._getframe(1))
+        args, kwargs = self._led(name, args, kwargs)
+        read = list(tensors_in((args, kwargs)))
         before = [(_key_of(t), t._version) for t in read]
         self._num_ops += 1
         source = user_line(traceback.extract_stack(limit=11)[:-1])
@@ -781,7 +799,7 @@ class _Observer(TorchFunctionMode):
             result = self._run_recurrent(func, (*args, *kwargs.values()), source)
         else:
             result = func(*args, **kwargs)
-        op = _Op(self._op_name(func, sys._getframe(1)), tuple(self._stack), source, self._num_ops)
+        op = _Op(name, tuple(self._stack), source, self._num_ops)
         for tensor, (key, version) in zip(read, before, strict=True):
             if tensor._version != version and tensor.layout is torch.strided:
                 self._writers[fake_tensors.storage_key(tensor)] = op
@@ -794,7 +812,16 @@ class _Observer(TorchFunctionMode):
             is_new = _key_of(tensor) not in self._by_key
             value = self._value_of(tensor, op).value
             value.is_selection = is_new and (op.name == "getitem" or not isinstance(result, Tensor))
+        with self._unwatched():
+            self._uses.note_results(name, func, args, kwargs, list(tensors_in(result)))
         return result
+
+    def _led(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments of an op, with the tensors of single uses; what it writes to is left alone."""
+        first = int(_writes(name, kwargs))
+        with self._unwatched():
+            rest, kwargs = self._uses.lead(name, self._stack, tuple(args[first:]), kwargs)
+        return (*args[:first], *rest), kwargs
 
     def _run_recurrent(self, func: Any, args: Sequence[Any], source: str) -> Any:
         """Run a recurrent layer.
@@ -846,6 +873,9 @@ class _Observer(TorchFunctionMode):
         for value in self._known_in(out):
             value.used_in.append(())
             value.is_returned = True
+        self._join_paths()
+        for value in (s.value for s in self._seen):
+            value.stored_by = {c for c in value.calls if c in self._returns and value not in self._returns[c]}
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -863,8 +893,69 @@ class _Observer(TorchFunctionMode):
         for tensor in tensors_in(result):
             self._value_of(tensor, op).value.is_selection = not isinstance(result, Tensor)
 
-    def _note_tap(self, tensor: Tensor, name: str) -> None:
-        self._value_of(tensor, _Op("tap", tuple(self._stack), "", self._num_ops)).value.taps.append(name)
+    @contextlib.contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        was_watching, self._is_watching = self._is_watching, False
+        try:
+            yield
+        finally:
+            self._is_watching = was_watching
+
+    def _value_at(self, tensor: Tensor) -> Value | None:
+        known = self._find(tensor)
+        return None if known is None else known.value
+
+    def _note_twin(self, twin: Tensor, tensor: Tensor) -> None:
+        """Note a tensor that is the value of another one."""
+        known = self._find(tensor)
+        if known is not None:
+            self._by_key[_key_of(twin)] = known
+
+    def _note_tap(self, tensor: Tensor, name: str) -> Tensor:
+        return self._named(tensor, name, tuple(self._stack), is_tap=True) if self._is_watching else tensor
+
+    def _named(self, tensor: Tensor, name: str, calls: tuple[ModuleCall, ...], *, is_tap: bool) -> Tensor:
+        """Return the result of a tap: a tensor of its own, which turns out to be a path or not."""
+        op = _Op("tap", calls, "", self._num_ops)
+        with self._unwatched():
+            given = self._value_of(tensor, op)
+            seen = given
+            if tensor.requires_grad:
+                tensor = tensor.view_as(tensor)
+                seen = self._value_of(tensor, op)
+                self._paths.append((seen, given))
+        (seen.value.taps if is_tap else seen.value.identities).append(name)
+        return tensor
+
+    def _join_paths(self) -> None:
+        """Join the results of taps with the values that they are all uses of, or that nothing else reads."""
+        for seen, given in reversed(self._paths):
+            writer = (
+                self._writers.get(fake_tensors.storage_key(given.tensor))
+                if given.tensor.layout is torch.strided
+                else None
+            )
+            is_written = writer is not None and writer.number > seen.order[0]
+            if _is_read(seen.value) and _is_read(given.value) and not is_written:
+                given.value.used_in.append(seen.value.calls)
+                continue
+            value = given.value
+            value.used_in += seen.value.used_in
+            value.taps += seen.value.taps
+            value.identities += seen.value.identities
+            value.is_returned |= seen.value.is_returned
+            self._seen.remove(seen)
+            for own in self._returns.values():
+                own[:] = [value if one is seen.value else one for one in own]
+
+    def uses(self) -> list[tuple[Tensor, Site]]:
+        """The sites of single uses, in the order of execution, with the tensors that are used."""
+        uses, values = list(self._uses), [s.value for s in sorted(self._seen, key=lambda s: s.order)]
+        named = name_values([*values, *(use.value for use in uses)])
+        found = (
+            (use.tensor, named[len(values) + n]("error")) for n, use in enumerate(uses) if len(values) + n in named
+        )
+        return list(found)
 
     def _find(self, tensor: Tensor) -> _Seen | None:
         """The value that a tensor is now; an alias of written memory becomes a new one when it is met."""
@@ -896,8 +987,6 @@ class _Observer(TorchFunctionMode):
     def sites(self) -> list[tuple[_Seen, Site]]:
         """The error sites of differentiable values, in the order of execution."""
         seen = sorted(self._seen, key=lambda s: s.order)
-        for value in (s.value for s in seen):
-            value.stored_by = {c for c in value.calls if c in self._returns and value not in self._returns[c]}
         named = name_values([s.value for s in seen])
         found = [(seen[number], site) for number, site in named.items()]
         return [(value, site("error")) for value, site in found if value.is_differentiable]
@@ -905,6 +994,16 @@ class _Observer(TorchFunctionMode):
 
 def _key_of(tensor: Tensor) -> _Key:
     return (tensor, 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
+def _is_read(value: Value) -> bool:
+    return bool(value.used_in) or value.is_returned
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op writes in place; such uses are not compared."""
+    is_named = name.endswith("_") or name in ("setitem", *(f"i{op}" for op in ("add", "sub", "mul", "truediv", "pow")))
+    return is_named or bool(kwargs.get("inplace")) or "out" in kwargs
 
 
 # What asks about a tensor, and makes none.

@@ -60,17 +60,15 @@ def tap(x: Tensor, name: str) -> Tensor:
     if not isinstance(name, str):
         raise TypeError(f"gr.tap(x, name): name is a string, got {type(name).__name__}")
     listener = _tap_listener.get()
-    if listener is not None:
-        listener(x, name)
-    return x
+    return x if listener is None else listener(x, name)
 
 
-_tap_listener: ContextVar[Callable[[Tensor, str], None] | None] = ContextVar("gradrewrite_taps", default=None)
+_tap_listener: ContextVar[Callable[[Tensor, str], Tensor] | None] = ContextVar("gradrewrite_taps", default=None)
 
 
 @contextlib.contextmanager
-def listen_to_taps(listener: Callable[[Tensor, str], None]) -> Iterator[None]:
-    """Report the taps of a model that runs eagerly inside the block."""
+def listen_to_taps(listener: Callable[[Tensor, str], Tensor]) -> Iterator[None]:
+    """Let a function make the results of taps of a model that runs eagerly inside the block."""
     token = _tap_listener.set(listener)
     try:
         yield

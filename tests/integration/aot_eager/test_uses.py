@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.uses import CASES, build, inputs
+import gradrewrite as gr
+from gradrewrite.passes import CheckFinite, ClipByValue, Keep, NanToNum, Observe, Scale, WeighLosses, Zero
+from gradrewrite.testing import assert_matches_eager
+
+from models.small import Lambda
+from models.uses import CASES, WIDTH, Attention, Head, build, inputs
 
 
 def train(model: Any, steps: int) -> list[Tensor]:
@@ -36,3 +41,245 @@ def test_equals_hooks_on_one_use(name: str) -> None:
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10 * largest)
     assert not all(map(torch.allclose, got, plain))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(name: str) -> None:
+    model = build(CASES[name], is_by_hand=False)
+    wanted = train(build(CASES[name], is_by_hand=True), 2)
+    largest = max(float(g.abs().max()) for g in wanted)
+
+    model.compile()
+    for one, other in zip(train(model, 2), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "in place"])
+def test_the_oracle_knows_uses(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    found = assert_matches_eager(case.program().double(), case.policy, inputs(), compiled=False)
+
+    assert found.acted
+    assert all("->" in site for site in found.acted)
+
+
+def rewritten(name: str, *rules: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return gr.transform(CASES[name].program().double(), list(rules), **options)
+
+
+def test_every_action_of_error_sites() -> None:
+    own: list[Any] = [Observe("norm", "max_abs"), Keep(), CheckFinite(), ClipByValue(1e-3), NanToNum(), lambda g: 2 * g]
+    model = rewritten("head", *(gr.on("error:/tanh->policy", action) for action in own))
+    model(inputs()).backward()
+    kept = model.monitor.kept("error:/tanh->policy#1")
+
+    assert model.monitor.latest()["norm@error:/tanh->policy#1"] == pytest.approx(float(kept.norm()))
+    assert model.monitor.latest()["max_abs@error:/tanh->policy"] > 1e-3
+    assert len(model.explain().graphs[0].edits) == 2 * len(own)
+
+
+def test_a_callback_is_asked_where_uses_names_them() -> None:
+    def policy(site: gr.Site) -> Any:
+        return ClipByValue(1e-3) if site.to == "policy" and site.to_call == 1 else None
+
+    model = rewritten("head", policy, uses="/tanh->*")
+    model(inputs()).backward()
+    (edit,) = model.explain().graphs[0].edits
+
+    assert str(edit.site) == "error:/tanh->policy#1"
+    assert (edit.site.name, edit.site.op, edit.site.shape) == ("/tanh", "tanh", (3, 8, 6))
+    assert not [edit for edit in rewritten("head", policy).trace(inputs()).edits]
+
+
+def test_no_other_pattern_means_a_use() -> None:
+    graph = rewritten("head", gr.on("error:*", Observe("norm")), uses="/tanh->*").trace(inputs())
+
+    assert {site.to for site in graph.sites} == {"", "policy", "value"}
+    assert not [edit for edit in graph.edits if edit.site.to]
+
+
+def test_without_a_rule_graphs_are_those_of_today() -> None:
+    plain, asked = (rewritten("head", uses=uses).trace(inputs()) for uses in ((), "/tanh->policy"))
+
+    assert str(plain) == str(asked)
+
+
+def test_rolled_records_are_those_of_the_unrolled_loop() -> None:
+    rules = gr.on("error:cell->cell", Observe("norm")), gr.on("error:cell->head", Observe("max_abs"))
+    models = [rewritten("truncated", *rules, loops=loops) for loops in ("rolled", "unrolled")]
+    for model in models:
+        model(inputs()).backward()
+    rolled, unrolled = (model.monitor.latest() for model in models)
+
+    assert [loop.reason for loop in models[0].explain().graphs[0].loops] == [""]
+    assert rolled == pytest.approx(unrolled, rel=1e-9)
+    assert len(rolled) == 13
+
+
+def test_the_sum_of_a_view_that_a_use_takes_a_part_of_is_measured() -> None:
+    rules = [gr.on("error:/getitem", Observe("norm", "max_abs"))]
+    parted, whole = rewritten("view", gr.on("error:/tanh->value", Scale(1.0)), *rules), rewritten("view", *rules)
+    for model in (parted, whole):
+        model(inputs()).backward()
+
+    assert parted.monitor.latest() == pytest.approx(whole.monitor.latest(), rel=1e-12)
+    with pytest.raises(gr.PolicyError, match="error:/getitem: Zero"):
+        rewritten("view", gr.on("error:/tanh->value", Zero()), gr.on("error:/getitem", Zero()))(inputs())
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn, self.head = nn.LayerNorm(WIDTH), Attention(), Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.attn(h) + self.head(h)
+
+
+def layers(policy: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return gr.transform(nn.Sequential(*(Layer() for _ in range(3))).double(), policy, **options)
+
+
+def test_regions() -> None:
+    policy = [gr.on("error:*.norm->*.attn", ClipByValue(1e-3)), gr.on("error:*.norm->*.head", Observe("norm"))]
+    models = [layers(policy), layers(policy, regions="?")]
+    for model in models:
+        model(inputs()).square().sum().backward()
+    first, second = models
+
+    assert first.monitor.latest() == pytest.approx(second.monitor.latest(), rel=1e-10)
+    assert "norm@error:2.norm->2.head" in second.monitor.latest()
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_several_losses() -> None:
+    def losses(m: Any, x: Tensor, use: Any = lambda t: t) -> tuple[Tensor, Tensor]:
+        h = m.body(x).tanh()
+        return m.a(use(h)).square().mean(), (m.b(h) + m.a(h)).exp().mean()
+
+    def half(gramian: Tensor) -> Tensor:
+        return gramian.new_tensor([0.5, 2.0])
+
+    torch.manual_seed(0)
+    parts = {"body": nn.Linear(WIDTH, WIDTH), "a": Head(), "b": Head()}
+    plain = Lambda(losses, **parts).double()
+    rules = (
+        gr.on("error:/tanh->a#0", Scale(3.0)),
+        gr.on("gradient:*", WeighLosses(half)),
+        gr.on("error:/tanh->b", Zero()),
+    )
+    model = gr.transform(plain, list(rules))
+    sum(model(inputs())).backward()
+
+    def tripled(t: Tensor) -> Tensor:
+        t = t * 1
+        t.register_hook(lambda g: 3 * g)
+        return t
+
+    first, second = losses(plain, inputs(), tripled)[0], losses(plain, inputs())[1]
+    h = plain.body(inputs()).tanh()
+    second = (plain.b(h.detach()) + plain.a(h)).exp().mean()
+    wanted = [
+        [torch.zeros_like(p) if g is None else g for g, p in zip(found, plain.parameters(), strict=True)]
+        for found in (
+            torch.autograd.grad(loss, list(plain.parameters()), allow_unused=True) for loss in (first, second)
+        )
+    ]
+    for p, a, b in zip(plain.parameters(), *wanted, strict=True):
+        weighed = 0.5 * a + 2 * b if bool((a != 0).any()) and bool((b != 0).any()) else a + b
+        torch.testing.assert_close(p.grad, weighed, rtol=1e-10, atol=1e-12)
+
+
+def test_beside_rules_for_ops_and_examples() -> None:
+    rules = (
+        gr.on("error:/tanh->policy", ClipByValue(1e-3)),
+        gr.on("backward:policy.a/linear", lambda op: op.vjp(op.error)),
+    )
+    model = rewritten("head", *rules)
+    model(inputs()).backward()
+    wanted = rewritten("head", rules[0])
+    wanted(inputs()).backward()
+
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), wanted.parameters(), strict=True))
+
+
+def test_a_tap_in_one_branch_is_that_branch() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.body(x).tanh()
+        return m.a(gr.tap(h, "h")).sum() + m.b(m.path(h)).square().sum() + h.exp().sum()
+
+    torch.manual_seed(0)
+    plain = Lambda(forward, body=nn.Linear(WIDTH, WIDTH), a=Head(), b=Head(), path=nn.Identity()).double()
+    policy = [gr.on("error:h", ClipByValue(1e-3)), gr.on("error:path", Zero())]
+    model = gr.transform(plain, policy)
+    model(inputs()).backward()
+    h = plain.body(inputs()).tanh()
+    tapped = h * 1
+    tapped.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    loss = plain.a(tapped).sum() + plain.b(h.detach()).square().sum() + h.exp().sum()
+
+    for p, g in zip(plain.parameters(), torch.autograd.grad(loss, list(plain.parameters())), strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-10, atol=1e-12)
+    for pattern in ("error:h", "error:path", "error:*", "error:h->a"):
+        assert assert_matches_eager(plain, gr.on(pattern, ClipByValue(1e-3)), inputs(), compiled=False).changed
+
+
+def test_a_tap_that_all_read_names_the_value() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        gr.tap(m.body(x), "unused")
+        h = gr.tap(m.body(x), "h")
+        return (m.a(h) + h).sum()
+
+    graph = gr.transform(Lambda(forward, body=nn.Linear(WIDTH, WIDTH), a=Head()), []).trace(inputs().float())
+
+    assert "error:h" in map(str, graph.sites)
+    assert "error:body#1" not in map(str, graph.sites)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("error:cell->hea", "error:cell->head"),
+        ("error:cell#99->cell", "error:cell"),
+        ("error:cel->head", "no site matches 'error:cel->head'"),
+    ],
+)
+def test_a_use_that_is_not_there(pattern: str, words: str) -> None:
+    with pytest.raises(gr.NoSuchSiteError, match=words):
+        rewritten("truncated", gr.on(pattern, Zero()))(inputs())
+
+
+@pytest.mark.parametrize("pattern", ["error:cell->", "error:->x", "gradient:a->b", "error:cell#x->cell"])
+def test_malformed_patterns(pattern: str) -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        gr.on(pattern, Zero())
+
+
+def test_a_write_under_another_name_is_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.body(x)
+        y = m.a(h)
+        h.view(-1).mul_(2)
+        return (y + h).sum()
+
+    model = gr.transform(Lambda(forward, body=nn.Linear(WIDTH, WIDTH), a=Head()), gr.on("error:body->a", Zero()))
+    with pytest.raises(
+        gr.PolicyError, match="error:body->a: its memory is written to in place behind the use, by mul_"
+    ):
+        model(inputs().float())
+
+
+def test_a_use_in_another_graph_is_not_there() -> None:
+    with pytest.raises(gr.NoSuchSiteError, match="error:0->1"):
+        layers(gr.on("error:0->1", Zero()), regions="?")(inputs())
+
+
+def test_uses_are_patterns_of_uses() -> None:
+    with pytest.raises(ValueError, match="uses: 'cell' is no pattern of a use"):
+        rewritten("truncated", uses=("cell",))
