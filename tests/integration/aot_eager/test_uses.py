@@ -74,7 +74,7 @@ def test_every_action_of_error_sites() -> None:
     own: list[Any] = [Observe("norm", "max_abs"), Keep(), CheckFinite(), ClipByValue(1e-3), NanToNum(), lambda g: 2 * g]
     model = rewritten("head", *(gr.on("error:/tanh->policy", action) for action in own))
     model(inputs()).backward()
-    kept = model.monitor.kept("error:/tanh->policy#1")
+    kept = model.monitor.kept()["error:/tanh->policy#1"]
 
     assert model.monitor.latest()["norm@error:/tanh->policy#1"] == pytest.approx(float(kept.norm()))
     assert model.monitor.latest()["max_abs@error:/tanh->policy"] > 1e-3
@@ -104,7 +104,8 @@ def test_no_other_pattern_means_a_use() -> None:
 def test_without_a_rule_graphs_are_those_of_today() -> None:
     plain, asked = (rewritten("head", uses=uses).trace(inputs()) for uses in ((), "/tanh->policy"))
 
-    assert str(plain) == str(asked)
+    texts = [str(graph).partition("\n")[2] for graph in (plain, asked)]  # without the number of sites
+    assert texts[0] == texts[1]
 
 
 def test_rolled_records_are_those_of_the_unrolled_loop() -> None:
@@ -169,12 +170,8 @@ def test_several_losses() -> None:
     torch.manual_seed(0)
     parts = {"body": nn.Linear(WIDTH, WIDTH), "a": Head(), "b": Head()}
     plain = Lambda(losses, **parts).double()
-    rules = (
-        gr.on("error:/tanh->a#0", Scale(3.0)),
-        gr.on("gradient:*", WeighLosses(half)),
-        gr.on("error:/tanh->b", Zero()),
-    )
-    model = gr.transform(plain, list(rules))
+    rules = [gr.on("error:/tanh->a#0", Scale(3.0)), gr.on("error:/tanh->b", Zero())]
+    model = gr.transform(plain, [*rules, gr.on("gradient:*", WeighLosses(half))])
     sum(model(inputs())).backward()
 
     def tripled(t: Tensor) -> Tensor:
@@ -185,28 +182,26 @@ def test_several_losses() -> None:
     first, second = losses(plain, inputs(), tripled)[0], losses(plain, inputs())[1]
     h = plain.body(inputs()).tanh()
     second = (plain.b(h.detach()) + plain.a(h)).exp().mean()
-    wanted = [
-        [torch.zeros_like(p) if g is None else g for g, p in zip(found, plain.parameters(), strict=True)]
-        for found in (
-            torch.autograd.grad(loss, list(plain.parameters()), allow_unused=True) for loss in (first, second)
-        )
-    ]
+    own = list(plain.parameters())
+    found = [torch.autograd.grad(loss, own, allow_unused=True) for loss in (first, second)]
+    wanted = [[torch.zeros_like(p) if g is None else g for g, p in zip(one, own, strict=True)] for one in found]
     for p, a, b in zip(plain.parameters(), *wanted, strict=True):
         weighed = 0.5 * a + 2 * b if bool((a != 0).any()) and bool((b != 0).any()) else a + b
         torch.testing.assert_close(p.grad, weighed, rtol=1e-10, atol=1e-12)
 
 
-def test_beside_rules_for_ops_and_examples() -> None:
-    rules = (
-        gr.on("error:/tanh->policy", ClipByValue(1e-3)),
-        gr.on("backward:policy.a/linear", lambda op: op.vjp(op.error)),
-    )
-    model = rewritten("head", *rules)
-    model(inputs()).backward()
-    wanted = rewritten("head", rules[0])
-    wanted(inputs()).backward()
+def test_beside_rules_for_ops() -> None:
+    clip = gr.on("error:/tanh->policy", ClipByValue(1e-3))
+    models = [rewritten("head", clip, *more) for more in ([], [gr.on("backward:policy.a/linear", _same)])]
+    for model in models:
+        model(inputs()).backward()
+    first, second = models
 
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), wanted.parameters(), strict=True))
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def _same(op: gr.BackwardOp) -> Any:
+    return op.vjp(op.error)
 
 
 def test_a_tap_in_one_branch_is_that_branch() -> None:
@@ -268,10 +263,9 @@ def test_a_write_under_another_name_is_refused() -> None:
         h.view(-1).mul_(2)
         return (y + h).sum()
 
-    model = gr.transform(Lambda(forward, body=nn.Linear(WIDTH, WIDTH), a=Head()), gr.on("error:body->a", Zero()))
-    with pytest.raises(
-        gr.PolicyError, match="error:body->a: its memory is written to in place behind the use, by mul_"
-    ):
+    parts = {"body": nn.Linear(WIDTH, WIDTH), "a": Lambda(lambda _, x: x + 1)}
+    model = gr.transform(Lambda(forward, **parts), gr.on("error:body->a", Zero()))
+    with pytest.raises(gr.PolicyError, match=r"error:body->a: its memory is written to in place .* by mul_"):
         model(inputs().float())
 
 
