@@ -58,7 +58,7 @@ from gradrewrite.policy.rules import ask_in_order, patterns_of_uses, rules_at
 from gradrewrite.policy.scope import needs_examples, needs_losses
 from gradrewrite.policy.state_store import CarriedKeys, StateStore
 from gradrewrite.rewriting.record_nodes import RecordNumbering
-from gradrewrite.sites import AT_GUARD, Kind, Site
+from gradrewrite.sites import AT_GUARD, Kind, Pattern, Site
 
 __all__ = ["Comparison", "assert_inert", "assert_matches_eager"]
 
@@ -546,7 +546,13 @@ class _Hooked:
     """The plain model with the actions of a policy as hooks; called like the model."""
 
     def __init__(
-        self, model: nn.Module, policy: Policy, refused: set[str], known: Sequence[Site], states: StateStore
+        self,
+        model: nn.Module,
+        policy: Policy,
+        refused: set[str],
+        known: Sequence[Site],
+        states: StateStore,
+        uses: Sequence[Pattern] = (),
     ) -> None:
         self._model = model
         self._policy = policy
@@ -560,11 +566,12 @@ class _Hooked:
         self._groups: list[_Member] = []
         self._handles: list[Any] = []
         self._states = states
+        self._uses = [*patterns_of_uses(policy), *uses]
         self._carried: CarriedKeys = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._carried = {}
-        observer = _Observer(self._model, self._policy)
+        observer = _Observer(self._model, self._policy, self._uses)
         with observer.watching():
             out = self._model(*args, **kwargs)
         observer.note_returned(out)
@@ -728,7 +735,7 @@ class _Op:
 class _Observer(TorchFunctionMode):
     """An observer of an eager forward: each value's ops and module calls."""
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, uses: Sequence[Pattern]) -> None:
         super().__init__()
         self._policy = policy
         self.inside: list[tuple[Tensor, Site]] = []  # values inside recurrent layers, with their sites of errors
@@ -744,7 +751,7 @@ class _Observer(TorchFunctionMode):
         self._operators: dict[CodeType, Mapping[int, str]] = {}
         self._num_ops = 0
         self._is_watching = False
-        self._uses = EagerUses(patterns_of_uses(policy), self._value_at, self._note_twin)
+        self._uses = EagerUses(uses, self._value_at, self._note_twin)
         self._paths: list[tuple[_Seen, _Seen]] = []  # results of taps, with the values that were given
 
     @contextlib.contextmanager

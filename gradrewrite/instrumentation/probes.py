@@ -108,9 +108,9 @@ def _probe(x: Tensor, number: int) -> None:
         value.subclass = type(x).__name__
         return
     value.layout = Layout.of(x)
-    if value.use_of is None:
-        with torch.no_grad():
-            markers.mark_activation(dtensors.local_of(x) if dtensors.is_dtensor(x) else x, number)
+    with torch.no_grad():
+        mark_value = markers.mark_activation if value.use_of is None else markers.mark_use
+        mark_value(dtensors.local_of(x) if dtensors.is_dtensor(x) else x, number)
     if x.requires_grad:
 
         def mark(g: Tensor | None) -> Tensor | None:

@@ -89,6 +89,15 @@ def erase_uses(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def take_used(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Return the used values, by the number of the use, and erase their markers."""
+    found = {}
+    for marker in graph.find_nodes(op="call_function", target=markers.mark_use):
+        found[markers.number_of(marker)] = marker.all_input_nodes[0]
+        graph.erase_node(marker)
+    return found
+
+
 def erase_markers(graph: fx.Graph) -> None:
     """Erase all markers; the graph is then equal to one without probes."""
     erase_uses(graph)

@@ -158,7 +158,7 @@ class RolledLoop(Loop):
     def has_site(self, name: str, kind: Kind) -> bool:
         """Return whether a value has a site of a kind."""
         value = self.values[name]
-        is_number = value.fake.is_floating_point() or value.fake.is_complex()
+        is_number = (value.fake.is_floating_point() or value.fake.is_complex()) and value.use_of is None
         return self.iterations[name][0] in self._site_at and (is_number if kind == "activation" else value.has_error)
 
     def _made_site(self, name: str, kind: Kind, iteration: int) -> Site:

@@ -15,6 +15,7 @@ LIBRARY.define("mark_error(Tensor g, int value) -> Tensor")
 LIBRARY.define("hold(Tensor[] tensors, int[] of_forward=[]) -> ()")
 LIBRARY.define("copy(Tensor x) -> Tensor")
 LIBRARY.define("use(Tensor x) -> Tensor")
+LIBRARY.define("mark_use(Tensor x, int value) -> ()")
 LIBRARY.define("mark_operands(Tensor[] tensors, int op, bool are_results) -> ()")
 LIBRARY.define("mark_op_error(Tensor g, int op, int result) -> Tensor")
 LIBRARY.define("mark_op_gradient(Tensor g, Tensor[] errors, int op, int operand) -> Tensor")
@@ -32,6 +33,7 @@ def _like(g: Tensor, *_: Any) -> Tensor:
 for _name, _implementation in (
     ("mark_activation", _no_result),
     ("mark_error", _like),
+    ("mark_use", _no_result),
     ("hold", _no_result),
     ("mark_operands", _no_result),
     ("mark_op_error", _like),
@@ -60,12 +62,14 @@ mark_error = torch.ops.gradrewrite.mark_error.default
 hold = torch.ops.gradrewrite.hold.default
 copy = torch.ops.gradrewrite.copy.default
 use = torch.ops.gradrewrite.use.default
+mark_use = torch.ops.gradrewrite.mark_use.default
 mark_operands = torch.ops.gradrewrite.mark_operands.default
 mark_op_error = torch.ops.gradrewrite.mark_op_error.default
 mark_op_gradient = torch.ops.gradrewrite.mark_op_gradient.default
 IDENTITIES = (mark_error, mark_op_error, mark_op_gradient)  # in the backward
-ON_FORWARD = (mark_activation, mark_operands)
+ON_FORWARD = (mark_activation, mark_operands, mark_use)
 fx.node.has_side_effect(mark_activation)
+fx.node.has_side_effect(mark_use)
 fx.node.has_side_effect(mark_operands)
 fx.node.has_side_effect(hold)
 

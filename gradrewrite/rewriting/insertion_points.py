@@ -86,7 +86,7 @@ def _find_values(marked: MarkedJointGraph, found: FoundPoints) -> None:
     sums = _add_up_parts(marked, errors)
     order = {node: number for number, node in enumerate(marked.graph.nodes)}
     regenerated = aot_autograd.regenerated_outputs(marked.graph)
-    points, outside = found.points, found.outside
+    points, outside, used = found.points, found.outside, editing.take_used(marked.graph)
     for number, site_at in name_values(marked.values, marked.call, marked.counts).items():
         value, forward, marker = marked.values[number], activations.get(number), errors.get(number)
         if value.refusal:
@@ -108,7 +108,7 @@ def _find_values(marked: MarkedJointGraph, found: FoundPoints) -> None:
         elif marker is not None:
             site, node = site_at("error"), marker.all_input_nodes[0]
             point = InsertionPoint(site, node, marker, order[marker], marker=marker, is_part=value.is_part)
-            point.value = None if forward is None else forward.all_input_nodes[0]
+            point.value = used.get(number) if forward is None else forward.all_input_nodes[0]
             point.layout, point.value_layout = value.error_layout, value.layout
             point.is_sum = number in sums
             points.append(point)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.backends.backend import make_backend
 from gradrewrite.backends.engines import AotEager, Inductor
+from gradrewrite.policy.rules import patterns_of_uses
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.testing import _Hooked
 
@@ -174,7 +175,7 @@ class _Reference:
 
     def _hooked(self, model: nn.Module, policy: gr.Policy, x: Tensor, times: int = 1) -> list[Result]:
         """Return the gradients of each loss, with actions as hooks."""
-        hooked, found = _Hooked(model, policy, set(), (), self._states), []
+        hooked, found = _Hooked(model, policy, set(), (), self._states, patterns_of_uses(self._one.policy())), []
         losses = hooked(x)
         for loss in losses if isinstance(losses, tuple) else (total_of(losses),):
             model.zero_grad()

@@ -228,7 +228,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
 WEIGHINGS = ("WeighLosses(MGDA())", "WeighLosses(UPGrad())", "WeighLosses(equalize)")
 PER_EXAMPLE = "ClipPerExample(1e-2)"
 PATTERNS: Mapping[str, Sequence[str]] = {
-    "error": ("*", "layers.*", "layers.0", "first", "*/sin", "*/h", "*/gates#1"),
+    "error": ("*", "layers.*", "layers.0", "first", "*/sin", "/sin->layers*", "first->/sin", "*/h", "*/gates#1"),
     "gradient": ("*", "*.weight", "layers.*", "head.*"),
     "activation": ("*", "layers.*"),
     "saved": ("*",),

@@ -135,6 +135,7 @@ class _Insertion:
             self._canvas, self._body, marked, self._given, ask, measured, self._insert, self._found.covers
         )
         activations, errors = read_markers(self._body.graph)
+        used = editing.take_used(self._body.graph)
         order = {node: number for number, node in enumerate(self._body.graph.nodes)}
         for name in self._loop.numbers:
             number = self._loop.numbers[name]
@@ -147,7 +148,7 @@ class _Insertion:
                 first = InsertionPoint(self._loop.site(name, "error"), node, marker, order[marker], marker=marker)
                 for own in classes_of(self._loop, answers, name, "error", measured):
                     point = InsertionPoint(own.site, node, marker, order[marker])
-                    point.value = None if forward is None else forward.all_input_nodes[0]
+                    point.value = used.get(number) if forward is None else forward.all_input_nodes[0]
                     num_edits = len(self._edits)
                     node = self._insert(own, point)
                     self._acting |= {n: number for _, edit in self._edits[num_edits:] for n in edit.nodes}
