@@ -320,6 +320,21 @@ def replace_output(graph: fx.Graph, position: int, replacement: fx.Node) -> None
     graph.output_node().args = (tuple(outputs),)
 
 
+def copy_repeated_gradients(graph: fx.Graph) -> None:
+    """Copy gradients that are those of another input too, as of the two biases of an LSTM.
+
+    A compiler may return two views of one tensor for them, which autograd keeps, and then adds to in place.
+    """
+    returned = outputs_of(graph.output_node())
+    seen: set[fx.Node] = set()
+    for position, _ in aot_autograd.gradient_outputs(graph):
+        node = returned[position]
+        if isinstance(node, fx.Node) and node in seen:
+            copy = insert_call(graph, markers.copy, (node,), graph.output_node(), "is_backward")
+            replace_output(graph, position, copy)
+        seen.add(node)
+
+
 def add_outputs(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Return further nodes, after the outputs that there are."""
     insert_outputs(graph, len(outputs_of(graph.output_node())), nodes)
@@ -374,7 +389,9 @@ def nodes_for_forward(graph: fx.Graph) -> list[fx.Node]:
     holders = graph.find_nodes(op="call_function", target=markers.hold)
     held = [holder.args[0][number] for holder in holders for numbers in holder.args[1:] for number in numbers]
     stored = [node for node in graph.nodes if _STORED in node.meta]
-    return [*dict.fromkeys([*held, *graph.find_nodes(op="call_function", target=markers.copy), *stored])]
+    copies = graph.find_nodes(op="call_function", target=markers.copy)
+    copies = [node for node in copies if not aot_autograd.is_backward(node)]  # others are of gradients
+    return [*dict.fromkeys([*held, *copies, *stored])]
 
 
 def store(nodes: Sequence[fx.Node]) -> None:

@@ -78,6 +78,8 @@ def insert_in_loops(
     name_rolled(marked)
     for insertion in insertions:
         insertion.run(ask, measured, marked)
+    if insertions:
+        editing.copy_repeated_gradients(canvas.graph)
     return found
 
 

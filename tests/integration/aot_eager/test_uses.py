@@ -106,7 +106,7 @@ def test_no_other_pattern_means_a_use() -> None:
 
 def test_a_use_without_an_action_leaves_no_node() -> None:
     plain, asked = (rewritten("head", uses=uses).trace(inputs()) for uses in ((), "/tanh->policy"))
-    counts = [Counter(str(node.target) for node in graph.graph.nodes) for graph in (plain, asked)]
+    counts = [Counter(str(node.target) for node in graph.graph_module.graph.nodes) for graph in (plain, asked)]
 
     assert counts[0] == counts[1]
 

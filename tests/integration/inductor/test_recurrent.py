@@ -20,6 +20,18 @@ pytestmark = pytest.mark.inductor
 FEATURES, WIDTH = 5, 7
 
 
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(FEATURES, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = c = x.new_zeros(x.shape[1], WIDTH)
+        for step in x:
+            h, c = self.cell(step, (h, c))
+        return h, c
+
+
 def weighted(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     torch.manual_seed(1)
     return torch.stack([(out * torch.randn(out.shape, dtype=out.dtype)).sum() for out in outputs]).sum()
@@ -62,6 +74,25 @@ def test_layers_and_directions(layer: Any, policy: Any) -> None:
     other = torch.autograd.grad(weighted(wanted), list(model.parameters()))
     for a, b in zip((*found, *own), (*wanted, *other), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, "rolled"])
+def test_gradients_of_two_biases_are_two_tensors(layer: Any) -> None:
+    if layer == "rolled":
+        plain, options = Cells(), {"loops": "rolled"}
+    else:
+        plain, options = Recurrent(layer(FEATURES, WIDTH)), {}
+    model = gr.transform(plain.double(), [], **options).compile()
+    x = torch.randn(6, 2, FEATURES, dtype=torch.float64)
+    for number in (1, 2, 3):  # autograd adds to a gradient in place
+        weighted(model(x)).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        if number == 1:
+            first = found
+
+    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}) == len(found)
+    for grad, once in zip(found, first, strict=True):
+        torch.testing.assert_close(grad, 3 * once)
 
 
 def test_a_state_for_each_iteration() -> None:
