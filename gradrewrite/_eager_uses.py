@@ -69,7 +69,7 @@ class EagerUses:
         return again
 
     def note_results(self, name: str, func: Any, args: Any, kwargs: Any, results: Sequence[Tensor]) -> None:
-        """Note what an op has made, of its first argument if it is transparent."""
+        """Note the results of an op, made of its first argument if it is transparent."""
         if not self.patterns:
             return
         values = [value for value in map(self._value_of, results) if value is not None]

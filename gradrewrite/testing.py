@@ -707,7 +707,7 @@ class _Seen:
 
 
 def _register_at(key: _Key) -> Callable[[Callable[[Tensor], Tensor]], Any]:
-    """Return what registers a hook on the error of a tensor."""
+    """Return the function for hooks on the error of a tensor."""
     node, number = key
     if isinstance(node, Tensor):
         return node.register_hook
@@ -824,7 +824,7 @@ class _Observer(TorchFunctionMode):
         return result
 
     def _led(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments of an op, with the tensors of single uses; what it writes to is left alone."""
+        """Return the arguments of an op, with the tensors of single uses; a written one is left alone."""
         first = int(_writes(name, kwargs))
         with self._unwatched():
             rest, kwargs = self._uses.lead(name, self._stack, tuple(args[first:]), kwargs)
@@ -922,7 +922,7 @@ class _Observer(TorchFunctionMode):
         return self._named(tensor, name, tuple(self._stack), is_tap=True) if self._is_watching else tensor
 
     def _named(self, tensor: Tensor, name: str, calls: tuple[ModuleCall, ...], *, is_tap: bool) -> Tensor:
-        """Return the result of a tap: a tensor of its own, which turns out to be a path or not."""
+        """Return a tensor of its own as the result of a tap; see ``_join_paths``."""
         op = _Op("tap", calls, "", self._num_ops)
         with self._unwatched():
             given = self._value_of(tensor, op)
@@ -935,7 +935,7 @@ class _Observer(TorchFunctionMode):
         return tensor
 
     def _join_paths(self) -> None:
-        """Join the results of taps with the values that they are all uses of, or that nothing else reads."""
+        """Join the results of taps with their values, except for single branches."""
         for seen, given in reversed(self._paths):
             writer = (
                 self._writers.get(fake_tensors.storage_key(given.tensor))

@@ -34,6 +34,7 @@ TESTED_ELSEWHERE = [
     "saved-tensors",
     "several-losses",
     "state",
+    "uses",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Sections of docs/comparison.md of which the first block needs a package.

@@ -284,7 +284,7 @@ class Composition:
     @classmethod
     def draw(cls, seed: int) -> Composition:
         draw = random.Random(seed)
-        theme = draw.choices(("any", "losses", "examples"), (8, 1.2, 0.6))[0]
+        theme = draw.choices(("any", "losses", "examples"), (8, 1.3, 0.6))[0]
         way = draw.choice(WAYS if theme == "any" else WHOLE)
         loop = draw.choice((*LOOPS, *4 * ("bad batch",)))
         layers = tuple(
