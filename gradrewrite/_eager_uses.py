@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -28,7 +29,7 @@ class _Step:
 
     source: Tensor
     again: Callable[[Tensor], Tensor]
-    used: frozenset[int]  # identities of the values of which it is a use itself
+    used: frozenset[tuple[int, int]]  # values of which it is a use itself, by identity, with the pattern
 
 
 class EagerUses:
@@ -50,7 +51,7 @@ class EagerUses:
         self._again: dict[tuple[int, int], Tensor] = {}  # what a step makes of the tensor of a use
         self._of_op: list[EagerUse] = []  # uses by the op that is about to run
         self._ops = 0
-        self._used: frozenset[int] = frozenset()  # values of which that op is a use
+        self._used: frozenset[tuple[int, int]] = frozenset()  # values of which that op is a use
 
     def __iter__(self) -> Iterator[EagerUse]:
         return iter(self._found.values())
@@ -61,7 +62,7 @@ class EagerUses:
         self._of_op = []
         if not self.patterns:
             return args, kwargs
-        used: set[int] = set()
+        used: set[tuple[int, int]] = set()
         leaves, spec = pytree.tree_flatten((args, kwargs))
         led = [self._led(leaf, name, stack, used) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._used = frozenset(used)
@@ -87,7 +88,7 @@ class EagerUses:
             if value is not self._value_of(given) and result.requires_grad:
                 self._steps[id(value)] = _Step(given, again, self._used)
 
-    def _led(self, tensor: Tensor, name: str, stack: Sequence[ModuleCall], used: set[int]) -> Tensor:
+    def _led(self, tensor: Tensor, name: str, stack: Sequence[ModuleCall], used: set[tuple[int, int]]) -> Tensor:
         """Lead a use through the tensors of its own: of the value, and of those in front of transparent ops."""
         value = self._value_of(tensor)
         if value is None or not tensor.requires_grad:
@@ -98,49 +99,59 @@ class EagerUses:
             if before is None:
                 break
             way.append((before, step.source, self._steps.get(id(before))))
-        taken: set[int] = set()
         now: Tensor | None = None
         for position in range(len(way) - 1, -1, -1):
             own, given, step = way[position]
             if now is not None and step is not None:
                 key = id(own), id(now)
                 if key not in self._again:
-                    self._again[key] = step.again(now)
+                    with torch.enable_grad():
+                        self._again[key] = step.again(now)
                     self._note(self._again[key], given)
                 now = self._again[key]
-            behind = [one for _, _, one in way[:position] if one is not None]
-            if any(id(own) in one.used for one in behind):
-                continue
-            for use in self._uses_of(own, given if now is None else now, name, stack):
+            behind = {pair for _, _, one in way[:position] if one is not None for pair in one.used}
+            wanted = [p for p in range(len(self.patterns)) if (id(own), p) not in behind]
+            for use, asked in self._uses_of(own, given if now is None else now, name, stack, wanted):
                 now = use.tensor
-                taken.add(id(own))
-        used |= taken
+                used |= {(id(own), p) for p in asked}
         return tensor if now is None else now
 
-    def _uses_of(self, value: Value, tensor: Tensor, name: str, stack: Sequence[ModuleCall]) -> Iterator[EagerUse]:
+    def note_tap(self, value: Value, given: Tensor) -> None:
+        """Note the value of the result of a tap, in front of which the given tensor is."""
+        self._steps[id(value)] = _Step(given, lambda x: x.view_as(x), frozenset())
+
+    def _uses_of(
+        self, value: Value, tensor: Tensor, name: str, stack: Sequence[ModuleCall], wanted: Sequence[int]
+    ) -> Iterator[tuple[EagerUse, list[int]]]:
         """Yield the uses that patterns ask for here, outermost first, each of the one before."""
         calls = [call for call in stack if call[0] and call not in value.calls]
         own = f"{stack[-1][0] if stack else ''}/{name}"
         ends: dict[int, tuple[Any, tuple[ModuleCall, ...]]] = {}
-        for pattern in self.patterns:
+        asked: dict[int, list[int]] = {}
+        for p in wanted:
+            pattern = self.patterns[p]
             if not pattern.may_begin_at(_possible(value)):
                 continue
             at = next((n for n, call in enumerate(calls) if pattern.may_end_at(call[0], is_op=False)), None)
             if at is not None:
                 ends[at] = calls[at], tuple(reversed(calls[:at]))
             elif pattern.may_end_at(own, is_op=True):
-                ends[len(calls)] = self._ops, ()
-        for _, (end, around) in sorted(ends.items()):
+                at = len(calls)
+                ends[at] = self._ops, ()
+            if at is not None:
+                asked.setdefault(at, []).append(p)
+        for at, (end, around) in sorted(ends.items()):
             key = id(value), end
             if key not in self._found:
-                made = tensor.view_as(tensor)
+                with torch.enable_grad():
+                    made = tensor.view_as(tensor)
                 self._note(made, tensor)
                 part = Value(value.op, value.calls, value.source, tensor, use_of=value, around=around)
                 part.destination = end if isinstance(end, tuple) else None
                 self._found[key] = EagerUse(part, made)
             if not isinstance(end, tuple):
                 self._of_op.append(self._found[key])
-            yield self._found[key]
+            yield self._found[key], asked[at]
             tensor = self._found[key].tensor
 
 

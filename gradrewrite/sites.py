@@ -133,7 +133,8 @@ class Site:
         if not calls:
             return self
         addresses = tuple((name, call + calls) for name, call in self.addresses)
-        return replace(self, call=self.call + calls, addresses=addresses)
+        destination = tuple((name, call + calls) for name, call in self.destination)
+        return replace(self, call=self.call + calls, addresses=addresses, destination=destination)
 
     @property
     def traits(self) -> KindTraits:
@@ -251,7 +252,8 @@ class Pattern:
         source, arrow, to = (rest if colon else text).partition(ARROW)
         if not arrow:
             return cls(kind, NamePattern.parse(source, text))
-        if not source or not to or kind not in (None, "error"):
+        is_plain = source.strip() == source and to.strip() == to and ARROW not in to
+        if not (source and to and is_plain) or kind not in (None, "error"):
             raise ValueError(
                 f"pattern {text!r}: the error of one use of a value is 'error:SOURCE->DESTINATION', with the name of "
                 "the value on the left, and on the right that of the module or op that uses it"

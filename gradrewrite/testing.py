@@ -928,8 +928,11 @@ class _Observer(TorchFunctionMode):
             given = self._value_of(tensor, op)
             seen = given
             if tensor.requires_grad:
-                tensor = tensor.view_as(tensor)
+                given_tensor = tensor
+                with torch.enable_grad():
+                    tensor = tensor.view_as(tensor)
                 seen = self._value_of(tensor, op)
+                self._uses.note_tap(seen.value, given_tensor)
                 self._paths.append((seen, given))
         (seen.value.taps if is_tap else seen.value.identities).append(name)
         return tensor
@@ -943,7 +946,9 @@ class _Observer(TorchFunctionMode):
                 else None
             )
             is_written = writer is not None and writer.number > seen.order[0]
-            if _is_read(seen.value) and _is_read(given.value) and not is_written:
+            others = (other.value for other, of in self._paths if of is given and other is not seen)
+            is_read_otherwise = _is_read(given.value) or any(map(_is_read, others))
+            if _is_read(seen.value) and is_read_otherwise and not is_written:
                 given.value.used_in.append(seen.value.calls)
                 continue
             value = given.value

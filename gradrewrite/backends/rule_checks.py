@@ -173,7 +173,8 @@ class RuleChecks:
             silent = sorted(self._names_without_site(pattern))
             if not silent:
                 meant = self._likely_sites(pattern, sites)
-                among = [str(s) for s in sites if str(s) not in meant] if pattern.to is None else list(self._uses)
+                among = [str(s) for s in sites if str(s) not in meant and bool(s.to) == (pattern.to is not None)]
+                among += list(self._uses) if pattern.to is not None else []
                 known = [*meant, *nearest(rule.pattern, among)]
                 raise NoSuchSiteError(rule.pattern, known[:5], rule.source)
             self._warnings.warn_once(

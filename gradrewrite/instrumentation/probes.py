@@ -135,12 +135,11 @@ def _use(x: Tensor) -> Tensor:
     is_traced = _tracing.get() is not None and make_fx.is_tracing() and not autograd.is_transformed(x)
     if not is_traced or not x.requires_grad:
         return x
-    if dtensors.is_dtensor(x):
-        return x.view_as(x)
-    if fake_tensors.is_wrapper(x):
-        return x
-    made: Tensor = markers.use(x)
-    return made
+    with torch.enable_grad():  # a use may begin where the model computes without gradients
+        if dtensors.is_dtensor(x):
+            return x.view_as(x)
+        made: Tensor = x if fake_tensors.is_wrapper(x) else markers.use(x)
+        return made
 
 
 def add_use(made: fx.Node) -> fx.Node:
@@ -287,6 +286,7 @@ class _Reader:
         self._region = region_call(region)
         self._infinite = set(infinite)
         self.values: list[Value] = []
+        self._checkpoints: tuple[fx.Node, ...] = ()  # around the node that is read
         self._parts: set[fx.Node] = set()
         self._current: dict[int, Value] = {}  # by identity of the fake tensor: in-place ops make a new value
 
@@ -340,7 +340,9 @@ class _Reader:
     def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: _Outer) -> None:
         body, inside = checkpoint_body(gm, node, outer)
         self._infinite |= {p for p, a in inside.items() if a in self._infinite}
+        around, self._checkpoints = self._checkpoints, (*self._checkpoints, node)
         self.read(body, inside, is_body=True)
+        self._checkpoints = around
         body.recompile()
 
     def _enter_loops(self, node: fx.Node) -> None:
@@ -377,14 +379,13 @@ class _Reader:
         node.replace_all_uses_with(target)
         node.graph.erase_node(node)
 
-    @staticmethod
-    def _is_path(node: fx.Node, target: fx.Node, outer: _Outer) -> bool:
+    def _is_path(self, node: fx.Node, target: fx.Node, outer: _Outer) -> bool:
         """Whether a tap hands its value on to some of its uses, and others read the value itself."""
-        others = [user for user in target.users if user is not node and _is_reader(user)]
-        if target in outer:
-            others += [user for user in outer[target].users if _is_reader(user) and not is_checkpoint(user)]
-        is_path = bool(others) and any(map(_is_reader, node.users))
-        return is_path and not Aliases(node.graph).writes_behind(target, node)
+        while returns_its_input(target):
+            target = target.all_input_nodes[0]
+        around = (node, *self._checkpoints)
+        others = (_is_read(one, around) for one in (target, outer.get(target, target)))
+        return any(others) and _is_read(node) and not Aliases(node.graph).writes_behind(target, node)
 
     def _name_path(self, node: fx.Node, target: fx.Node, fake: Tensor, name: str) -> None:
         """Give the readers of a tap's result an error of their own, with this name."""
@@ -448,11 +449,14 @@ class _Reader:
         return calls_around(node, self.names, self._region)
 
 
-def _is_reader(node: fx.Node) -> bool:
-    """Whether a node uses its inputs: no probe, no note, no tap without readers."""
-    if node.target in (tap, tap_module):
-        return any(map(_is_reader, node.users))
-    return probed(node) is None and node.target is not note_return
+def _is_read(node: fx.Node, without: Collection[fx.Node] = ()) -> bool:
+    """Whether a node has a reader beside these: no probe, no note, no tap without readers."""
+    for user in node.users:
+        if user in without or probed(user) is not None or user.target is note_return:
+            continue
+        if not (user.target in (tap, tap_module) or returns_its_input(user)) or _is_read(user, without):
+            return True
+    return False
 
 
 def region_call(region: str) -> tuple[ModuleCall, ...]:

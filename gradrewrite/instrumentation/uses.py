@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -30,8 +31,9 @@ from gradrewrite.sites import ARROW, Pattern
 TRANSPARENT = frozenset((
     "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose",
     "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint", "getattr", "expand", "expand_as",
-    "broadcast_to", "narrow", "select", "diagonal", "unfold", "split", "chunk", "tensor_split", "unbind",
-    "getitem", "index_select", "take_along_dim", "gather",
+    "broadcast_to", "narrow", "select", "diagonal", "unfold", "as_strided", "view_as_real", "view_as_complex",
+    "split", "split_with_sizes", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind",
+    "unsafe_chunk", "unsafe_split", "getitem", "index_select", "take_along_dim", "gather", "take", "flip", "roll",
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "cpu", "cuda",
 ))  # fmt: skip
 _ACROSS = (
@@ -44,14 +46,7 @@ _WRITTEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Edge:
-    """One use: an argument of a node, the value itself or made of it by transparent ops."""
-
-    user: fx.Node
-    argument: fx.Node
-    through: tuple[fx.Node, ...]  # these ops, from the value to the argument
-    root: fx.Node  # the value
+_Edge = tuple[fx.Node, ...]  # one use: the value, transparent ops that lead on from it, and the node that uses it
 
 
 @dataclass(eq=False)
@@ -77,7 +72,7 @@ class _Path:
     source: int
     root: fx.Node
     nodes: tuple[fx.Node, ...]
-    used: frozenset[int]  # values of which these ops are uses themselves
+    used: frozenset[tuple[int, int]]  # values of which these ops are uses themselves, with the pattern
 
 
 def insert_uses(
@@ -85,15 +80,15 @@ def insert_uses(
 ) -> list[list[str]]:
     """Insert a node and a probe for each use that a pattern asks for, in place; values of uses are appended.
 
-    Bodies of activation checkpoints are entered. Returned are, by pattern, the uses that its left side has, as text; a
-    pattern that matches one has none.
+    Bodies of activation checkpoints are entered. Returned are, by pattern, the other uses of values on its left side,
+    as text.
     """
     reader = _Reader(values, names, patterns, region)
     reader.read(gm, {}, ())
     # Later values first: what writes to a value changes what its readers behind that read.
     uses = sorted(reader.uses.values(), key=lambda use: (use.value, use.depth), reverse=True)
     for number, use in enumerate(uses):
-        _Insertion(use, values).insert([other for other in uses[number + 1 :] if other.value == use.value])
+        _Insertion(use, values).insert(uses[number + 1 :])
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             module.recompile()
@@ -118,7 +113,6 @@ class _Reader:
         self._texts = {n: str(known[n]("error")) for n, found in self._sources.items() if found}
         self.uses: dict[tuple[int, ModuleCall | int], _Use] = {}
         self.others: list[dict[str, None]] = [{} for _ in patterns]
-        self._matched: set[int] = set()
         self._current: dict[int, int] = {}  # number of the value, by identity of the fake tensor
         self._paths: dict[int, _Path] = {}  # by the value that they lead to
         self._read_at: dict[fx.Node, _Path] = {}  # by transparent op with several results; without itself
@@ -145,30 +139,28 @@ class _Reader:
                 self._read_node(node, outer, checkpoints)
 
     def _read_node(self, node: fx.Node, outer: _Outer, checkpoints: _Checkpoints) -> None:
-        used: set[int] = set()
+        used: set[tuple[int, int]] = set()
         for argument in node.all_input_nodes:
             number = self._current.get(id(fake_of(outer.get(argument, argument))))
-            if number is None:
-                continue
             for path in self._ways_to(number, argument):
-                if self._note(node, argument, path, outer, checkpoints):
-                    used.add(path.source)
+                used |= {(path.source, p) for p in self._note(node, argument, path, outer, checkpoints)}
         if op_name(node) in TRANSPARENT or is_use(node):
             self._follow(node, frozenset(used), outer)
 
-    def _ways_to(self, number: int, argument: fx.Node) -> Iterator[_Path]:
+    def _ways_to(self, number: int | None, argument: fx.Node) -> Iterator[_Path]:
         """Yield the ways to an argument: from its own value, and from those in front of transparent ops."""
+        if number is None:
+            return
         yield _Path(number, argument, (), frozenset())
         nodes: tuple[fx.Node, ...] = ()
-        used: frozenset[int] = frozenset()
+        used: frozenset[tuple[int, int]] = frozenset()
         while (path := self._paths.get(number)) is not None:
             nodes, used, number = (*path.nodes, *nodes), used | path.used, path.source
-            if number not in used:
-                yield _Path(number, path.root, nodes, used)
+            yield _Path(number, path.root, nodes, used)
 
-    def _follow(self, node: fx.Node, used: frozenset[int], outer: _Outer) -> None:
+    def _follow(self, node: fx.Node, used: frozenset[tuple[int, int]], outer: _Outer) -> None:
         """Note a transparent op on the way to its result."""
-        given = node.args[0] if node.args else None
+        given = node.args[0] if node.args else node.kwargs.get("input")
         if not isinstance(given, fx.Node):
             return
         earlier = self._read_at.get(given)
@@ -184,55 +176,47 @@ class _Reader:
         elif (made := probed(node.next)) is not None:
             self._paths[made] = path
 
-    def _note(self, node: fx.Node, argument: fx.Node, path: _Path, outer: _Outer, checkpoints: _Checkpoints) -> bool:
-        """Note a use for the patterns that ask for it; return whether one does."""
-        patterns, value = self._sources[path.source], self._values[path.source]
-        if not patterns:
-            return False
-        calls = [
-            call for call in calls_around(node, self._names, self._region) if call[0] and call not in set(value.calls)
-        ]
-        op = _made_by(node)
-        found = False
-        for p in patterns:
-            pattern = self._patterns[p]
-            names = [call[0] for call in calls]
-            at = next((n for n, name in enumerate(names) if pattern.may_end_at(name, is_op=False)), None)
-            if at is not None:
-                self._add(path, node, argument, calls[at], tuple(reversed(calls[:at])), outer, checkpoints)
-            elif op is not None and pattern.may_end_at(_op_address(self._values[op]), is_op=True):
-                self._add(path, node, argument, op, (), outer, ())
-            else:
-                ends = [*names[:1], *([] if op is None or names else [_op_address(self._values[op])])]
-                self.others[p] |= {f"{self._texts[path.source]}{ARROW}{end}": None for end in ends}
+    def _note(
+        self, node: fx.Node, argument: fx.Node, path: _Path, outer: _Outer, checkpoints: _Checkpoints
+    ) -> Iterator[int]:
+        """Note a use for the patterns that ask for it; yield their numbers."""
+        patterns, made = self._sources[path.source], set(self._values[path.source].calls)
+        wanted = [p for p in patterns if (path.source, p) not in path.used]
+        if not wanted:
+            return
+        around = calls_around(node, self._names, self._region)
+        calls, op = [call for call in around if call[0] and call not in made], _made_by(node)
+        for p in wanted:
+            end = self._destination(self._patterns[p], calls, op)
+            if end is None:
+                names = [call[0] for call in calls[:1]] or ([] if op is None else [_op_address(self._values[op])])
+                self.others[p] |= {f"{self._texts[path.source]}{ARROW}{name}": None for name in names}
                 continue
-            found = True
-            self._matched.add(p)
-        return found
+            within = calls[: calls.index(end)] if isinstance(end, tuple) else []
+            use = self.uses.setdefault((path.source, end), _Use(path.source, end, tuple(reversed(within))))
+            edge = self._edge(node, argument, path, end, outer, checkpoints)
+            use.edges += [edge] * (edge not in use.edges)
+            elsewhere = [one for one in path.nodes if one.graph is not edge[-1].graph]
+            use.refusal = _ACROSS.format(op_name(elsewhere[-1])) if elsewhere else use.refusal
+            yield p
 
-    def _add(
-        self,
-        path: _Path,
-        node: fx.Node,
-        argument: fx.Node,
-        destination: ModuleCall | int,
-        around: tuple[ModuleCall, ...],
-        outer: _Outer,
-        checkpoints: _Checkpoints,
-    ) -> None:
-        use = self.uses.setdefault((path.source, destination), _Use(path.source, destination, around))
-        checkpoint = next((one for one, calls in checkpoints if destination in calls), None)
-        if checkpoint is not None:  # in the destination as a whole: the use is its argument
+    def _destination(self, pattern: Pattern, calls: Sequence[ModuleCall], op: int | None) -> ModuleCall | int | None:
+        """Return the outermost call that a pattern means, or the number of the value of the op."""
+        for call in calls:
+            if pattern.may_end_at(call[0], is_op=False):
+                return call
+        return op if op is not None and pattern.may_end_at(_op_address(self._values[op]), is_op=True) else None
+
+    @staticmethod
+    def _edge(
+        node: fx.Node, argument: fx.Node, path: _Path, end: Any, outer: _Outer, checkpoints: _Checkpoints
+    ) -> _Edge:
+        """Return the nodes of a use; that of a checkpoint inside of the destination is its argument."""
+        user = next((checkpoint for checkpoint, calls in checkpoints if end in calls), node)
+        if user is not node:
             fake = fake_of(outer.get(argument, argument))
-            node = checkpoint
-            argument = next(a for a in checkpoint.all_input_nodes if fake_of(a) is fake)
-        root = path.root if path.nodes else argument
-        edge = _Edge(node, argument, path.nodes, root)
-        if edge not in use.edges:
-            use.edges.append(edge)
-        elsewhere = [one for one in path.nodes if one.graph is not node.graph]
-        if elsewhere:
-            use.refusal = _ACROSS.format(op_name(elsewhere[-1]))
+            argument = next(given for given in user.all_input_nodes if fake_of(given) is fake)
+        return (path.root, *path.nodes, user) if path.nodes else (argument, user)
 
 
 def _made_by(node: fx.Node) -> int | None:
@@ -259,34 +243,45 @@ class _Insertion:
         self._value.destination, self._value.around, self._value.refusal = destination, use.around, use.refusal
         self._copies: dict[fx.Node, fx.Node] = {}  # of transparent ops
 
-    def insert(self, outer: Sequence[_Use]) -> None:
-        """Insert the node; the uses of the same value in destinations around have it as one of theirs."""
+    def insert(self, others: Sequence[_Use]) -> None:
+        """Insert the node; what is not inserted yet leads over it, where it stands on the way."""
         use, values = self._use, self._values
         values.append(self._value)
         number = len(values) - 1
         if use.refusal:
             return
-        first = min(edge.through[0] if edge.through else edge.user for edge in use.edges)
+        first = min(edge[1] for edge in use.edges)
         self._check_memory(first)
         if self._value.refusal:
             return
-        root, graph = use.edges[0].root, first.graph
+        root, graph = use.edges[0][0], first.graph
         with graph.inserting_before(first):
             made = add_use(root)
             probe = add_probe(made, number)
-        covered = {pair for edge in use.edges for pair in _pairs(edge)}
+        covered = {pair for edge in use.edges for pair in itertools.pairwise(edge[1:])}
         for edge in use.edges:
             self._lead(edge, made, covered)
         self._follow_writes(root, made, probe)
-        for other in outer:
-            if any(edge in other.edges for edge in use.edges):
-                rest = [edge for edge in other.edges if edge not in use.edges]
-                other.edges = [*rest, _Edge(made, root, (), root)]
+        for other in others:
+            copied = [(*edge[:-1], self._copies[edge[-1]]) for edge in other.edges if edge[-1] in self._copies]
+            other.edges = list(dict.fromkeys(self._over(edge, made) for edge in [*other.edges, *copied]))
+
+    def _over(self, edge: _Edge, made: fx.Node) -> _Edge:
+        """Return the nodes of another use as they follow each other now."""
+        nodes = [edge[-1]]
+        for node in reversed(edge[:-1]):
+            given = nodes[-1].all_input_nodes
+            if node not in given and self._copies.get(node) in given:
+                nodes.append(self._copies[node])
+                continue
+            nodes += [made] * (node not in given and made in given)
+            nodes.append(node)
+        return tuple(reversed(nodes))
 
     def _lead(self, edge: _Edge, made: fx.Node, covered: set[tuple[fx.Node, fx.Node]]) -> None:
         """Let a use read the node; transparent ops that others read too are copied."""
-        before, now = edge.root, made
-        for node in edge.through:
+        before, now = edge[0], made
+        for node in edge[1:-1]:
             readers = [user for user in node.users if probed(user) is None]
             if all((node, user) in covered for user in readers):
                 node.replace_input_with(before, now)
@@ -295,7 +290,8 @@ class _Insertion:
             if node not in self._copies:
                 self._copies[node] = self._copied(node, before, now)
             before, now = node, self._copies[node]
-        edge.user.replace_input_with(edge.argument, now)
+        edge[-1].replace_input_with(before, now)
+        assert now in edge[-1].all_input_nodes
 
     def _copied(self, node: fx.Node, before: fx.Node, now: fx.Node) -> fx.Node:
         probe = probed(node.next)
@@ -309,24 +305,19 @@ class _Insertion:
     def _check_memory(self, first: fx.Node) -> None:
         """Refuse a use of memory written to under another name."""
         aliases = Aliases(first.graph)
-        root = self._use.edges[0].root
+        root = self._use.edges[0][0]
         written = aliases.writes_behind(root, first)
-        own = {edge.user for edge in self._use.edges if not edge.through}
+        own = {edge[-1] for edge in self._use.edges if all(map(is_use, edge[1:-1]))}
         if written and not (written[0] in own and aliases.is_alone(root, first)):
             self._value.refusal = _WRITTEN.format(op_name(written[0]))
 
     def _follow_writes(self, root: fx.Node, made: fx.Node, probe: fx.Node) -> None:
         """Let the nodes behind a write to the use read the result."""
-        writes = [edge.user for edge in self._use.edges if edge.user in Aliases(made.graph).writes_behind(made, probe)]
-        if writes:
-            for user in [user for user in root.users if user > writes[0]]:
+        written = Aliases(made.graph).writes_behind(made, probe)
+        if any(edge[-1] in written for edge in self._use.edges):
+            for user in [user for user in root.users if user > written[0]]:
                 user.replace_input_with(root, made)
 
 
 def _part_of(value: Value) -> Value:
     return Value(value.op, value.calls, value.source, value.fake, use_of=value)
-
-
-def _pairs(edge: _Edge) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the transparent ops of a use with their readers."""
-    yield from itertools.pairwise((*edge.through, edge.user))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import metrics
+from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByValue, Keep, NanToNum, Observe, Scale, WeighLosses, Zero
@@ -312,3 +313,128 @@ def test_a_function_reads_the_value_that_is_used(loops: Any) -> None:
     plain(inputs()).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().max()
+        return self.a(x) / scale
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, WIDTH)).view_as(x)
+
+
+def without_gradients(m: Any, x: Tensor) -> Tensor:
+    h = m.body(x)
+    with torch.no_grad():
+        t = m.path(h)
+    return m.a(t).sum() + h.exp().sum()
+
+
+def two_checkpoints(m: Any, x: Tensor) -> Tensor:
+    h = m.body(x)
+    first = checkpoint(lambda h: m.a(gr.tap(h, "t")), h, use_reentrant=False).sum()
+    return first + checkpoint(lambda h: m.b(h).square(), h, use_reentrant=False).sum()
+
+
+def two_taps(m: Any, x: Tensor) -> Tensor:
+    h = m.body(x)
+    return m.a(gr.tap(h, "t")).sum() + m.b(gr.tap(h, "u")).square().sum()
+
+
+PARTS: dict[str, Any] = {
+    "body": nn.Linear(WIDTH, WIDTH), "a": Head(), "b": Head(), "q": Quantized(), "flat": Flat(), "path": nn.Identity(),
+    "relu": nn.Sequential(nn.ReLU(inplace=True), Head()),
+}  # fmt: skip
+MEETING: dict[str, tuple[Any, tuple[str, ...], Any]] = {
+    # what runs, the patterns of a rule that halves, and the same by hand: ``use(n, h)`` halves the error n times
+    "no_grad": (without_gradients, ("error:body",), lambda m, x, use: without_gradients(m, x)),
+    "no_grad first": (
+        lambda m, x: m.q(h := m.body(x)).sum() + h.exp().sum(),
+        ("error:body->q",),
+        lambda m, x, use: m.q(use(1, h := m.body(x))).sum() + h.exp().sum(),
+    ),
+    "a view and its value": (
+        lambda m, x: m.a((h := m.body(x).tanh())[:, -1]).sum() + h.square().sum(),
+        ("error:/tanh->a", "error:/getitem->a"),
+        lambda m, x, use: m.a(use(2, h := m.body(x).tanh())[:, -1]).sum() + h.square().sum(),
+    ),
+    "a shared view and its value": (
+        lambda m, x: m.a(v := (h := m.body(x).tanh())[:, -1]).sum() + h.square().sum() + v.exp().sum(),
+        ("error:/*->a",),
+        lambda m, x, use: m.a(use(2, h := m.body(x).tanh())[:, -1]).sum() + h.square().sum() + h[:, -1].exp().sum(),
+    ),
+    "a view in the outer destination": (
+        lambda m, x: m.flat(h := m.body(x)).sum() + h.exp().sum(),
+        ("error:body->flat", "error:body->flat.inner"),
+        lambda m, x, use: m.flat(use(2, h := m.body(x))).sum() + h.exp().sum(),
+    ),
+    "an op and what reads its result": (
+        lambda m, x: m.a((h := m.body(x))[:, 1:]).sum() + h.exp().sum(),
+        ("error:body->a", "error:body->/getitem"),
+        lambda m, x, use: m.a(use(2, h := m.body(x))[:, 1:]).sum() + h.exp().sum(),
+    ),
+    "in place in two destinations": (
+        lambda m, x: m.relu(m.body(x)).sum(),
+        ("error:body->relu", "error:body->relu.0"),
+        lambda m, x, use: m.relu(use(2, m.body(x))).sum(),
+    ),
+    "one of two checkpoints": (
+        two_checkpoints,
+        ("error:t",),
+        lambda m, x, use: m.a(use(1, h := m.body(x))).sum() + m.b(h).square().sum(),
+    ),
+    "behind a dropout of nothing": (
+        lambda m, x: m.a(gr.tap(nn.functional.dropout(h := m.body(x), 0.0), "t")).sum() + h.exp().sum(),
+        ("error:t",),
+        lambda m, x, use: m.a(use(1, h := m.body(x))).sum() + h.exp().sum(),
+    ),
+    "two taps": (
+        two_taps,
+        ("error:t",),
+        lambda m, x, use: m.a(use(1, h := m.body(x))).sum() + m.b(h).square().sum(),
+    ),
+    "through an Identity": (
+        lambda m, x: m.a(m.path(h := m.body(x))).sum() + h.exp().sum(),
+        ("error:body->a", "error:path"),
+        lambda m, x, use: m.a(use(2, h := m.body(x))).sum() + h.exp().sum(),
+    ),
+    "a chunk by keyword": (
+        lambda m, x: m.a(torch.transpose(input=(h := m.body(x)), dim0=0, dim1=1)).sum() + h.exp().sum(),
+        ("error:body->a",),
+        lambda m, x, use: m.a(use(1, h := m.body(x)).transpose(0, 1)).sum() + h.exp().sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_uses_meet(name: str) -> None:
+    run, patterns, by_hand = MEETING[name]
+    plain = Lambda(run, **copy.deepcopy(PARTS)).double()
+    model = gr.transform(copy.deepcopy(plain), [gr.on(pattern, Scale(0.5)) for pattern in patterns])
+    model(inputs()).backward()
+
+    def use(times: int, h: Tensor) -> Tensor:
+        used = h * 1
+        used.register_hook(lambda g: g * 0.5**times)
+        return used
+
+    if name == "no_grad":
+        plain.body.register_forward_hook(lambda _, __, h: use(1, h))
+    by_hand(plain, inputs(), use).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        if p.grad is None or q.grad is None:
+            assert p.grad is q.grad
+        else:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
