@@ -117,7 +117,7 @@ class EagerUses:
         return tensor if now is None else now
 
     def note_tap(self, value: Value, given: Tensor) -> None:
-        """Note the value of the result of a tap, in front of which the given tensor is."""
+        """Note the value of the result of a tap, and the given tensor."""
         self._steps[id(value)] = _Step(given, lambda x: x.view_as(x), frozenset())
 
     def _uses_of(

@@ -244,7 +244,7 @@ class _Insertion:
         self._copies: dict[fx.Node, fx.Node] = {}  # of transparent ops
 
     def insert(self, others: Sequence[_Use]) -> None:
-        """Insert the node; what is not inserted yet leads over it, where it stands on the way."""
+        """Insert the node, and let the other uses lead over it."""
         use, values = self._use, self._values
         values.append(self._value)
         number = len(values) - 1

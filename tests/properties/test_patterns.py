@@ -90,6 +90,7 @@ def test_a_pattern_of_a_use_comes_back_from_its_text(
 
 @given(SITES, NAME, CALL)
 def test_a_pattern_means_one_use_or_the_sum_over_all(a: Site, to: str, call: int) -> None:
+    assume(a.name == a.name.strip() and to == to.strip())
     whole = site("error", a.name, a.call)
     use = replace(whole, destination=((to, call),))
     pattern = f"error:{gr.escape(a.name)}#{a.call}"
