@@ -320,11 +320,12 @@ def replace_output(graph: fx.Graph, position: int, replacement: fx.Node) -> None
     graph.output_node().args = (tuple(outputs),)
 
 
-def copy_repeated_gradients(graph: fx.Graph) -> None:
-    """Copy gradients that are those of another input too, as of the two biases of an LSTM.
+def copy_repeated_gradients(graph: fx.Graph) -> dict[str, str]:
+    """Copy gradients that are those of another input too, as of the two biases of an LSTM; return these, by their copy.
 
     A compiler may return two views of one tensor for them, which autograd keeps, and then adds to in place.
     """
+    copies = {}
     returned = outputs_of(graph.output_node())
     seen: set[fx.Node] = set()
     for position, _ in aot_autograd.gradient_outputs(graph):
@@ -332,7 +333,9 @@ def copy_repeated_gradients(graph: fx.Graph) -> None:
         if isinstance(node, fx.Node) and node in seen:
             copy = insert_call(graph, markers.copy, (node,), graph.output_node(), "is_backward")
             replace_output(graph, position, copy)
+            copies[copy.name] = node.name
         seen.add(node)
+    return copies
 
 
 def add_outputs(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

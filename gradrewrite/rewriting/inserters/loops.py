@@ -79,7 +79,8 @@ def insert_in_loops(
     for insertion in insertions:
         insertion.run(ask, measured, marked)
     if insertions:
-        editing.copy_repeated_gradients(canvas.graph)
+        copies = editing.copy_repeated_gradients(canvas.graph)
+        found.replaced |= {copy: found.replaced.get(of, of) for copy, of in copies.items()}
     return found
 
 
