@@ -488,7 +488,7 @@ FURTHER = (
         "attention_dropout": 0.1}}, _pairs),
     Architecture("ViltModel", "text and image", "ViltConfig", {**_ENCODER, "num_hidden_layers": 1, "image_size": 8,
         "patch_size": 4}, lambda: {"input_ids": _ids(2, 6), "pixel_values": torch.randn(2, 3, 8, 8)},
-        loss=_last_hidden),
+        loss=_last_hidden, obstacle="takes the sizes of its images from the values of a mask"),
     Architecture("HubertModel", "speech", "HubertConfig", _SPEECH, _sound, loss=_last_hidden,
         prepare=_freeze_if_possible),
     Architecture("WavLMModel", "speech", "WavLMConfig", _SPEECH, _sound, loss=_last_hidden,
