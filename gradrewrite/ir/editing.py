@@ -83,10 +83,30 @@ def size_instead(node: fx.Node, tensor: fx.Node, dim: int) -> None:
 
 
 def erase_uses(graph: fx.Graph) -> None:
-    """Erase the nodes that hand values on to single uses; markers are in the backward."""
-    for node in graph.find_nodes(op="call_function", target=markers.use):
+    """Erase the nodes that hand values on to single uses; markers are in the backward.
+
+    Views of what they returned are then views of the value.
+    """
+    uses = graph.find_nodes(op="call_function", target=markers.use)
+    memory = {fake_tensors.storage_key(t): t for node in uses if (t := _plain_value(node)) is not None}
+    for node in uses:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
+    for node in graph.nodes if memory else ():
+        value = node.meta.get("val")
+        made = [value] if isinstance(value, Tensor) else value if isinstance(value, list | tuple) else []
+        if node.op == "call_function" and any(_has_storage(t) and fake_tensors.storage_key(t) in memory for t in made):
+            node.meta["val"] = fake_tensors.fake_result(node, fake_tensors.fake_mode_of(made))
+
+
+def _plain_value(node: fx.Node) -> Tensor | None:
+    """Return the fake tensor of a node; None for other values, and for tensors without memory."""
+    value = node.meta.get("val")
+    return value if _has_storage(value) else None
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not fake_tensors.is_wrapper(value)
 
 
 def take_used(graph: fx.Graph) -> dict[int, fx.Node]:

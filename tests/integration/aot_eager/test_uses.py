@@ -14,9 +14,10 @@ from torch._inductor import metrics
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite, ClipByValue, Keep, NanToNum, Observe, Scale, WeighLosses, Zero
+from gradrewrite.passes import CheckFinite, ClipByValue, Keep, NanToNum, Observe, Scale, Store, WeighLosses, Zero
 from gradrewrite.testing import assert_matches_eager
 
+from models.saved_tensors import assert_as_expected, trace
 from models.small import Lambda
 from models.uses import CASES, WIDTH, Attention, Head, build, inputs
 
@@ -438,3 +439,19 @@ def test_uses_meet(name: str) -> None:
             assert p.grad is q.grad
         else:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("uses", [(), "body->*"])
+def test_views_in_a_branch_are_views_of_the_value(uses: Any) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.body(x)
+        return m.a(m.path(h).view(-1, WIDTH)).sum() + h.sum()
+
+    plain = Lambda(forward, **{name: copy.deepcopy(PARTS[name]) for name in ("body", "a", "b", "path")}).double()
+    model, x = gr.transform(plain, gr.on("saved:*", Store("float32")), uses=uses), torch.randn(64, 8, WIDTH).double()
+    graph = model.trace(x)
+    without = gr.transform(gr.restore(model), gr.on("saved:*", Store("float32"))).trace(x)
+
+    assert_as_expected(trace(plain, gr.on("saved:*", Store("float32")), x), "float32")
+    assert [str(edit.site) for edit in graph.edits] == [str(edit.site) for edit in without.edits]
+    assert "saved:body" in [str(edit.site) for edit in graph.edits]
