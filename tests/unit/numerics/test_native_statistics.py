@@ -118,7 +118,7 @@ def test_a_build_that_fails_warns_once(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_there_is_one_openmp_library() -> None:
     program = (  # in a process of its own: scikit-learn has one too
-        "from gradrewrite.ir import native_statistics\n"
+        "from gradrewrite.numerics import native_statistics\n"
         "assert native_statistics.compiled_function() is not None\n"
         "print(open('/proc/self/maps').read())"
     )
