@@ -25,7 +25,7 @@ class EagerUse:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A transparent op: how a tensor was made of another one."""
+    """A transparent op, to be run again on another tensor."""
 
     source: Tensor
     again: Callable[[Tensor], Tensor]

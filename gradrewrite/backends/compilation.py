@@ -272,7 +272,7 @@ class GraphCompilation:
             self.python_loops = find_long_loops(gm, self.values)
 
     def probe_uses(self, gm: fx.GraphModule) -> None:
-        """Insert probes of single uses of values, where the policy asks for them."""
+        """Insert probes of the single uses in the policy."""
         session, region = self.session, "" if self.region is None else self.region.name
         patterns = [*patterns_of_uses(session.config.policy), *map(Pattern.parse, session.config.uses)]
         if patterns and torch.is_grad_enabled():

@@ -423,7 +423,7 @@ _CHANNELS = _over(lambda arguments: [n for n in _dims_of_input(arguments) if n !
 
 
 def _of_batch(arguments: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Return the search of a batch norm: channels, or elements where it uses its running statistics."""
+    """Return the search of a batch norm: channels in training, else elements."""
     is_training = arguments["train"] if "train" in arguments else arguments["update"]
     return _CHANNELS(arguments) if is_training else lambda mask: mask
 
