@@ -104,6 +104,12 @@ class _Walk:
         self.new += new
         return node
 
+    def compute_like(
+        self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], like: fx.Node, before: fx.Node
+    ) -> fx.Node:
+        """Insert a function of the values of nodes, with a result that is expanded to the shape of another one."""
+        return self.compute(lambda *x: run(*x[:-1]).broadcast_to(x[-1].shape), [*nodes, like], before)
+
     def replace(self, reader: fx.Node, given: fx.Node, replacement: fx.Node) -> None:
         """Let a node read another one."""
         if replacement is not given:

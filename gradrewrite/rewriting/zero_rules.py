@@ -38,6 +38,9 @@ class Walk(Protocol):
     def mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None: ...  # noqa: D102
     def clean(self, node: fx.Node, before: fx.Node) -> fx.Node: ...  # noqa: D102
     def compute(self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node: ...  # noqa: D102
+    def compute_like(  # noqa: D102
+        self, run: Callable[..., Tensor], nodes: Sequence[fx.Node], like: fx.Node, before: fx.Node
+    ) -> fx.Node: ...
     def replace(self, reader: fx.Node, given: fx.Node, replacement: fx.Node) -> None: ...  # noqa: D102
     def leave_uncovered(self, node: fx.Node) -> None: ...  # noqa: D102
 
@@ -78,7 +81,7 @@ def _plain(walk: Walk, node: fx.Node) -> Derived:
         masks = _masks_of(walk, read, before)
         if masks is None or (len(masks) == 1 and not others and value_of(masks[0]).shape == value_of(node).shape):
             return None if masks is None else masks[0]
-        return walk.compute(_all_zero(len(masks), value_of(node).shape), [*masks, *others], before)
+        return walk.compute_like(_all_zero(len(masks)), [*masks, *others], node, before)
 
     return Derived(mask, _has_bad_number(node) or walk.is_risky(read))
 
@@ -105,7 +108,7 @@ def _multiply_add(walk: Walk, node: fx.Node) -> Derived:
         masks = _masks_of(walk, [*factors, *([addend] if addend in read else [])], before)
         if masks is None:
             return None
-        return walk.compute(_all_zero(len(masks), value_of(node).shape), [*masks, *others], before)
+        return walk.compute_like(_all_zero(len(masks)), [*masks, *others], node, before)
 
     return Derived(mask, is_risky=True)
 
@@ -119,12 +122,12 @@ def _factor(walk: Walk, node: fx.Node) -> Derived:
         masks = _masks_of(walk, read, before)
         if masks is None or (len(masks) == 1 and value_of(masks[0]).shape == value_of(node).shape):
             return None if masks is None else masks[0]
-        return walk.compute(_all_zero(len(masks), value_of(node).shape), masks, before)
+        return walk.compute_like(_all_zero(len(masks)), masks, node, before)
 
     return Derived(mask, has_factor or _has_bad_number(node) or walk.is_risky(read))
 
 
-def _all_zero(num_masks: int, shape: Sequence[int]) -> Callable[..., Tensor]:
+def _all_zero(num_masks: int) -> Callable[..., Tensor]:
     """Return the conjunction of masks and of ``other == 0``."""
 
     def run(*given: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ def _all_zero(num_masks: int, shape: Sequence[int]) -> Callable[..., Tensor]:
             found = found & mask
         for other in given[num_masks:]:
             found = found & (other == 0)
-        return found.broadcast_to(tuple(shape))
+        return found
 
     return run
 
@@ -225,7 +228,7 @@ def _run_on(
     element: int | None = None,
     prepare: Callable[[Tensor], Tensor] | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
-    others: Callable[[Tensor], Tensor] | None = None,
+    others: Callable[[Any], Any] | None = None,
 ) -> fx.Node:
     """Run the operator of a node on other values than those that are computed from errors."""
     nodes, target = node.all_input_nodes, operators.with_any_strides(node.target)
@@ -242,8 +245,8 @@ def _run_on(
     return walk.compute(run, [own.get(n, n) for n in nodes], before)
 
 
-def _is_zero(x: Tensor) -> Tensor:
-    return x == 0
+def _is_zero(x: Tensor | torch.SymInt) -> Any:
+    return x == 0 if isinstance(x, Tensor) else x  # a size stays
 
 
 def _sum(walk: Walk, node: fx.Node) -> Derived:
@@ -311,14 +314,13 @@ def _product(walk: Walk, node: fx.Node) -> Derived:
     else:
         left_out = _left_out(-1 if matrix_b else None, -2 if matrix_a else None)
     walk.take_out(node, other, left_out, found)
-    shape = value_of(node).shape
 
     def mask(before: fx.Node) -> fx.Node | None:
         if not is_left and not matrix_b:
-            return walk.compute(lambda m: m.all().broadcast_to(tuple(shape)), [found], before)
+            return walk.compute_like(lambda m: m.all(), [found], node, before)
         if is_left:  # rows of ``a``
-            return walk.compute(lambda m: m.all(-1, keepdim=matrix_b).broadcast_to(tuple(shape)), [found], before)
-        return walk.compute(lambda m: m.all(-2, keepdim=True).broadcast_to(tuple(shape)), [found], before)
+            return walk.compute_like(lambda m: m.all(-1, keepdim=matrix_b), [found], node, before)
+        return walk.compute_like(lambda m: m.all(-2, keepdim=True), [found], node, before)
 
     return Derived(mask)
 
@@ -365,10 +367,10 @@ def _slices(error: str, search: Search, saved: Mapping[str, float], *, is_risky:
             value = arguments.get(name)
             if isinstance(value, fx.Node):
                 walk.take_out(node, value, _without_bad(number), zeros)
-        made = node.meta["val"] if is_tensor else node.meta["val"][0]
 
         def mask(before: fx.Node) -> fx.Node | None:
-            return walk.compute(lambda z: z.broadcast_to(tuple(made.shape)), [zeros], before)
+            made = node if is_tensor else next(user for user in node.users if user.args[1] == 0)  # that asks for it
+            return walk.compute_like(lambda z: z, [zeros], made, before)
 
         first = Derived(mask, is_risky)
         return first if is_tensor else [first, *(Derived() for _ in node.meta["val"][1:])]

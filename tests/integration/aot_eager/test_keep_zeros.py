@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -123,6 +124,22 @@ def test_values_from_outside_a_rolled_loop() -> None:
     assert found[0] is not None
     assert found[0].isfinite().all()
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_symbolic_sizes(number: int) -> None:
+    torch.manual_seed(0)
+    layers = (nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Softmax(-1), nn.Dropout(0.5), nn.Linear(4, 4))
+    layers += (Lambda(lambda _, x: x.cumsum(0)), Lambda(lambda _, x: x - x.amax(0)), Lambda(lambda _, x: x.T @ x))
+    plain = nn.Sequential(nn.Linear(4, 4), layers[number], Lambda(lambda _, x: x.square().mean())).double()
+    model = gr.transform(copy.deepcopy(plain), EVERYWHERE, dynamic=True)
+    for rows in (5, 7):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        for net in (plain, model):
+            torch.manual_seed(1)
+            net(x).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_what_is_not_covered_is_listed() -> None:
