@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from gradrewrite.optimizer.guard import unguard as unguard
     from gradrewrite.policy.actions import Policy as Policy
     from gradrewrite.policy.backward_op import BackwardOp as BackwardOp
+    from gradrewrite.policy.calls import call as call
     from gradrewrite.policy.recording import record as record
     from gradrewrite.policy.rules import on as on
     from gradrewrite.policy.schedules import Schedule as Schedule
@@ -89,6 +90,7 @@ _PUBLIC = {
     "optimizer.guard": "guard unguard",
     "policy.actions": "Policy",
     "policy.backward_op": "BackwardOp",
+    "policy.calls": "call",
     "policy.recording": "record",
     "policy.rules": "on",
     "policy.schedules": "Schedule",

@@ -41,6 +41,14 @@ class PerExample:
     batch_dim: int  # of the model's inputs
 
 
+@dataclass(frozen=True, slots=True)
+class OtherValues:
+    """The values of other sites that an action reads, by the name of the argument."""
+
+    patterns: tuple[tuple[str, str], ...]
+    reads_value: bool = False  # and before them that which the gradient is of
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasureTensor:
     """The measurement of an unchanged tensor."""
@@ -60,12 +68,12 @@ class ReplaceTensor:
     """The replacement of a tensor by a function of it.
 
     ``"value"``: the second argument of the function is the value that the gradient is of. ``PerExample``: further
-    arguments are its quantities. ``"losses"``: the second argument is the Gram matrix of the gradients of the losses,
-    ``[K, K]``, float64.
+    arguments are its quantities. ``OtherValues``: further arguments are these. ``"losses"``: the second argument is the
+    Gram matrix of the gradients of the losses, ``[K, K]``, float64.
     """
 
     run: Callable[..., Tensor]
-    reads: Literal["", "value", "losses"] | PerExample = ""
+    reads: Literal["", "value", "losses"] | PerExample | OtherValues = ""
     statistics: Mapping[str, str] = field(default_factory=dict)  # of its argument, among its records
     # Where the gradients of several losses are taken apart it acts at that of the first, and this one at the others.
     of_others: MeasureTensor | None = None
@@ -254,6 +262,11 @@ def group_effect(insertion: Insertion) -> GroupEffect:
     """Return the effect of the insertion of a group action."""
     assert isinstance(insertion.effect, GroupEffect)
     return insertion.effect
+
+
+def reads_others(insertion: Insertion) -> bool:
+    """Return whether an insertion reads values of other sites."""
+    return isinstance(insertion.effect, ReplaceTensor) and isinstance(insertion.effect.reads, OtherValues)
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ from gradrewrite.policy.actions import (
     is_action,
     kinds_of,
 )
+from gradrewrite.policy.calls import Call, call
 from gradrewrite.policy.frozen import explained
 from gradrewrite.policy.insertions import OF_OPS, SAVED, Insertion
 from gradrewrite.policy.measured_once import measured_once
@@ -63,7 +64,7 @@ class Rule:
         return f"on({self.pattern!r}, {self.action!r})"
 
 
-def on(pattern: str, action: Answer) -> Rule:
+def on(pattern: str, action: Answer, *, reads: Mapping[str, str] | None = None) -> Rule:
     """Make the policy that takes ``action`` at every site of ``pattern``.
 
     Args:
@@ -71,13 +72,15 @@ def on(pattern: str, action: Answer) -> Rule:
             matching site at which the action is allowed; with one, an action that is not allowed there is
             a ``PolicyError`` when the graph is rewritten.
         action: An action, a tensor function, or a sequence of them (applied in order).
+        reads: Of a tensor function, the values of other sites that it reads: ``gr.call(action, reads=reads)``.
 
     Returns:
         A frozen policy. A rule that matches no site raises ``NoSuchSiteError`` after the first training
         forward.
 
     Raises:
-        ValueError: The pattern is malformed.
+        ValueError: The pattern, or one in ``reads``, is malformed.
+        TypeError: The function has no keyword of a name in ``reads``.
         PolicyError: ``action`` is none.
 
     Example:
@@ -86,9 +89,16 @@ def on(pattern: str, action: Answer) -> Rule:
         on('error:decoder.*', ClipByValue(10.0))
     """
     Pattern.parse(pattern)
+    action = action if reads is None else _calling(action, reads, pattern)
     if not actions_of(action, where=f"on({pattern!r}, ...)"):
         raise PolicyError(f"on({pattern!r}, ...): no action was given")
     return Rule(pattern, action, _line_of(sys._getframe(1)))
+
+
+def _calling(action: Any, reads: Mapping[str, str], pattern: str) -> Call:
+    if is_action(action) or not callable(action):
+        raise PolicyError(f"on({pattern!r}, ..., reads=...): reads is for a tensor function, got {action!r}")
+    return call(action, reads=reads)
 
 
 def _line_of(frame: FrameType) -> str:
