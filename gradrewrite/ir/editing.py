@@ -154,6 +154,12 @@ def put_readers_behind(node: fx.Node) -> None:
         node = reader
 
 
+def move_behind(node: fx.Node, other: fx.Node) -> None:
+    """Move a node behind another one that is not computed from it, with its earlier readers."""
+    other.append(node)
+    put_readers_behind(node)
+
+
 def splice(
     traced: fx.GraphModule, graph: fx.Graph, inputs: Sequence[fx.Node], before: fx.Node, tag: str
 ) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -436,7 +442,8 @@ def drop_outputs(graph: fx.Graph, position: int, count: int) -> None:
 
 def insert_saved_copy(node: fx.Node) -> fx.Node:
     """Insert a copy of a forward value, saved for the backward; see ``nodes_for_forward``."""
-    with node.graph.inserting_after(node):
+    behind = node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
+    with node.graph.inserting_after(behind):
         copied = node.graph.call_function(markers.copy, (node,))
     _describe(copied, "is_forward")
     return copied

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from gradrewrite.distributed.layouts import InputLayouts
+from gradrewrite._compat import aot_autograd
+from gradrewrite.distributed.layouts import InputLayouts, Layout
 from gradrewrite.ir.called_ops import CalledOp
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.marked_loops import Loop
@@ -32,3 +33,8 @@ class MarkedJointGraph:
     loops: Sequence[Loop] = ()  # in the order of the forward; of a loop that is no operator of the graph just the sites
     engine: str = ""  # that runs the bodies of loops
     ops: Sequence[CalledOp] = ()  # with sites for their backward, by the number of their markers
+
+    def inputs_by_node(self) -> dict[fx.Node, tuple[GraphInput, Layout | None]]:
+        """Return the tensor inputs by their placeholders, with their layouts."""
+        placed = aot_autograd.plain_inputs(self.graph).items()
+        return {n: (self.inputs[at], self.layouts.values.get(at)) for n, at in placed if at in self.inputs}

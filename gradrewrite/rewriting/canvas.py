@@ -13,7 +13,7 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import StateUpdate
 from gradrewrite.ir.values import shape_of
-from gradrewrite.policy.insertions import Insertion, MeasureTensor
+from gradrewrite.policy.insertions import Insertion, MeasureTensor, OtherValues
 from gradrewrite.policy.state_store import CarriedKeys, StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode
 from gradrewrite.rewriting.carried_states import CarriedStates
@@ -22,6 +22,7 @@ from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loss_gradients import LossGradients, Rows
 from gradrewrite.rewriting.loss_scale import LossScale
+from gradrewrite.rewriting.other_values import Inputs, OtherSites, Read
 from gradrewrite.rewriting.record_packing import RecordPacking
 from gradrewrite.sites import Site
 
@@ -57,6 +58,7 @@ class Canvas:
         self.averaged: set[str] = set()  # names of nodes
         self.examples = None if marked is None else ExampleGradients(marked)  # None where the inputs are not known
         self.losses: LossGradients | None = None  # None where no action asks for those of single losses
+        self.others: OtherSites | None = None  # set when the points are found
         self.loss_rows: dict[Site, Rows] = {}  # gradients of each loss, before any action
         self._scale = scale
         self._states = states
@@ -90,6 +92,17 @@ class Canvas:
         tag = "must_be_in_backward" if traced.reads_live else "is_backward"
         tag = "is_forward" if point.site.traits.in_forward else tag
         return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
+
+    def let_read(
+        self, points: Sequence[InsertionPoint], inputs: Inputs, where: str = "", *, is_repeated: bool = False
+    ) -> None:
+        """Let actions read the values of these points, and these parameters and buffers."""
+        self.others = OtherSites(points, inputs, self.current, self.scale_on, where, is_repeated=is_repeated)
+
+    def other_values(self, insertion: Insertion, reads: OtherValues, point: InsertionPoint) -> list[Read]:
+        """Return the values that an action reads at a point, with their layouts."""
+        assert self.others is not None
+        return self.others.read(insertion, reads, point, self.forward)
 
     def note(
         self, site: Site, insertion: Insertion, nodes: tuple[str, ...] = (), keys: tuple[RecordKey, ...] = ()

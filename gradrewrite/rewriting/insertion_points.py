@@ -17,7 +17,7 @@ from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import number_of, read_markers, value_of
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.ir.values import shape_of
+from gradrewrite.ir.values import ModuleCall, shape_of
 from gradrewrite.rewriting.record_nodes import LossOf
 from gradrewrite.sites import Site
 
@@ -37,6 +37,7 @@ class InsertionPoint:
     layout: Layout | None = None  # of the value, if the node is what this process holds of a DTensor
     value_layout: Layout | None = None  # that of what it is the gradient of
     is_part: bool = False  # the value is a plain part of a global tensor
+    calls: tuple[ModuleCall, ...] = ()  # of modules around the op that made the value, outermost first
     is_sum: bool = False  # the value is added up to be measured; nothing reads it
     replicas: int = 1  # how many ranks have the same value
     loss: int | None = None  # number of the loss that the value is the gradient of; None of all
@@ -96,6 +97,7 @@ def _find_values(marked: MarkedJointGraph, found: FoundPoints) -> None:
             site, node = site_at("activation"), forward.all_input_nodes[0]
             if site.dtype.is_floating_point or site.dtype.is_complex:
                 point = InsertionPoint(site, node, forward, order[forward], layout=value.layout, is_part=value.is_part)
+                point.calls = value.calls
                 points.append(point)
         # Nothing reads the marker of an error that leads to zeros alone (of ``sgn``).
         if value.subclass:
@@ -110,7 +112,7 @@ def _find_values(marked: MarkedJointGraph, found: FoundPoints) -> None:
             point = InsertionPoint(site, node, marker, order[marker], marker=marker, is_part=value.is_part)
             point.value = used.get(number) if forward is None else forward.all_input_nodes[0]
             point.layout, point.value_layout = value.error_layout, value.layout
-            point.is_sum = number in sums
+            point.is_sum, point.calls = number in sums, value.calls
             points.append(point)
 
 

@@ -20,6 +20,7 @@ from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.outputs import Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.replay_graph import ReplayLoop
+from gradrewrite.policy.insertions import reads_others
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import Context, refuse
@@ -29,10 +30,11 @@ from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.inserters.loop_backwards import Covers, Insert, insert_at_ops
 from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.insertion_points import InsertionPoint
-from gradrewrite.rewriting.loop_answers import IterationClass, Table, classes_of, name_rolled, sites_in
+from gradrewrite.rewriting.loop_answers import KINDS, IterationClass, Table, classes_of, name_rolled, sites_in
 from gradrewrite.rewriting.loop_bodies import LoopParts, partition, trace_body
 from gradrewrite.rewriting.loop_calls import LoopCalls, flat, replace_results, return_copies
 from gradrewrite.rewriting.loop_replays import describe
+from gradrewrite.rewriting.other_values import Inputs
 from gradrewrite.sites import Site
 
 Ask = Callable[[Site], tuple[Answered, ...]]
@@ -62,7 +64,7 @@ def insert_in_loops(
         grouped((loop_of(n).key, n) for n in canvas.graph.find_nodes(op="call_function", target=target))
         for target in (loop_forward, loop_backward)
     )
-    insertions: list[_Insertion] = []
+    insertions, inputs = list[_Insertion](), marked.inputs_by_node()
     for loop in marked.loops:
         own, back = forwards.get(loop.key, []), backwards.get(loop.key, [])
         if len(own) > 1 or len(back) > 1:  # one for each tensor inside of a tensor subclass
@@ -72,7 +74,7 @@ def insert_in_loops(
             found.anchors |= dict.fromkeys(answers, Anchor(own[0].name, -1))
             found.codes.append(loop)
         elif own:
-            insertions.append(_Insertion(canvas, config, loop, own[0], back[0] if back else None, found))
+            insertions.append(_Insertion(canvas, config, loop, own[0], back[0] if back else None, found, inputs))
         else:
             found.answers |= {site: ask(site) for site in sites_in(loop)}
     name_rolled(marked)
@@ -101,6 +103,7 @@ class _Insertion:
         forward: fx.Node,
         backward: fx.Node | None,
         found: InsertedLoops,
+        inputs: Inputs,
     ) -> None:
         self._outer, self._loop, self._found = outer, loop, found
         self._forward, self._backward = forward, backward
@@ -116,6 +119,7 @@ class _Insertion:
         self._edits: list[tuple[IterationClass, Edit]] = []
         self._acting: dict[str, int] = {}  # numbers of errors, by the nodes that act on them
         self._store = config.states
+        self._inputs = inputs
         self._states: list[tuple[IterationClass, str]] = []  # with their keys in the first iterations
         self._new_states: list[tuple[str, Tensor]] = []  # of all iterations, that are set
         self._tables: list[Table] = []
@@ -137,7 +141,7 @@ class _Insertion:
         self._found.answers |= insert_at_ops(
             self._canvas, self._body, marked, self._given, ask, measured, self._insert, self._found.covers
         )
-        activations, errors = read_markers(self._body.graph)
+        activations, errors = self._markers = read_markers(self._body.graph)
         used = editing.take_used(self._body.graph)
         order = {node: number for number, node in enumerate(self._body.graph.nodes)}
         for name in self._loop.numbers:
@@ -188,6 +192,7 @@ class _Insertion:
         num_edits = len(canvas.edits)
         for insertion in own.insertions:
             refuse(insertion, Context(own.site, is_in_loop=True))
+        self._let_read(own)
         insert(canvas, point, own.insertions)
         scope = canvas.states_at(str(own.site))
         if scope is not None:
@@ -207,6 +212,24 @@ class _Insertion:
             node = self._where(own, record.node, None, point.before)
             packing.records[number] = replace(record, node=node)
         return before if point.node is before else self._where(own, point.node, before, point.before)
+
+    def _let_read(self, own: IterationClass) -> None:
+        """Let actions read the values of the same iteration, and the parameters and buffers that the body is given."""
+        if not any(map(reads_others, own.insertions)):
+            return
+        loop, points, first = self._loop, list[InsertionPoint](), own.iterations.spans[0][0]
+        for kind, markers in zip(KINDS, self._markers, strict=True):
+            for name, number in loop.numbers.items():
+                marker = markers.get(number)
+                if marker is not None and loop.has_site(name, kind):
+                    site = loop.site(name, kind, first)
+                    point = InsertionPoint(site, marker.all_input_nodes[0], marker, -1)
+                    point.marker, point.calls = marker if kind == "error" else None, loop.values[name].calls
+                    points.append(point)
+        pairs = zip(self._given, self._body.graph.find_nodes(op="placeholder"), strict=False)
+        inputs = {node: self._inputs[outer] for outer, node in pairs if outer in self._inputs}
+        is_repeated = len(own.answered) > 1
+        self._canvas.let_read(points, inputs, _IN_LOOP, is_repeated=is_repeated)
 
     def _carry_states(self, own: IterationClass, point: InsertionPoint) -> None:
         """Chain the reads and new values of carried states."""
@@ -400,6 +423,7 @@ class _Insertion:
         return replace(placed, seen=Anchor(calls[is_forward], self._orders[is_forward]))
 
 
+_IN_LOOP = " in this iteration of the loop (loops='unrolled' lets a function read all values)"
 _OF_CHECKPOINTS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 

@@ -24,6 +24,7 @@ from gradrewrite.policy.insertions import (
     KeepZeroErrors,
     MeasureTensor,
     Omitted,
+    OtherValues,
     PerExample,
     RecomputeSaved,
     ReplaceBackward,
@@ -56,9 +57,9 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
                 traced = canvas.tracer.trace(insertion, effect.run, point.site, value, mode)
                 (_, *extras), new = canvas.splice(traced, [base], point)
             case MeasureTensor() | ReplaceTensor() | KeepTensor() as effect:
-                further = _further_arguments(canvas, point, insertion, current)
+                further, others = _further_arguments(canvas, point, insertion, current)
                 value, *values = map(value_of, (current, *further))
-                mode, layouts = canvas.mode_at(point), _layouts_of(point, further)
+                mode, layouts = canvas.mode_at(point), _layouts_of(point, others)
                 traced = canvas.tracer.trace(insertion, effect.run, point.site, value, mode, values, layouts)
                 (current, *extras), new = canvas.splice(traced, [current, *further], point)
                 canvas.note_states(mode, traced, extras, new)
@@ -96,24 +97,39 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
         _measure(canvas, point, insertion, measure)
 
 
-def _further_arguments(canvas: Canvas, point: InsertionPoint, insertion: Insertion, current: fx.Node) -> list[fx.Node]:
+def _further_arguments(
+    canvas: Canvas, point: InsertionPoint, insertion: Insertion, current: fx.Node
+) -> tuple[list[fx.Node], list[Layout | None]]:
+    """Return the further arguments of an action, and their layouts."""
     reads = insertion.effect.reads if isinstance(insertion.effect, ReplaceTensor) else ""
-    if isinstance(reads, PerExample):
-        assert canvas.examples is not None
-        return canvas.examples.quantities(point, current, Asked(insertion, reads), canvas.scale_on(point.site.device))
-    if reads == "losses":
-        assert canvas.losses is not None
-        rows, scale = [canvas.loss_rows[point.site]], canvas.scale_on(point.site.device)
-        is_opaque = point.site.device.type != "cuda"
-        return [canvas.losses.gramian(rows, scale, point.before, is_opaque=is_opaque)]
-    if reads != "value":
-        return []
+    match reads:
+        case PerExample():
+            assert canvas.examples is not None
+            asked, scale = Asked(insertion, reads), canvas.scale_on(point.site.device)
+            given = canvas.examples.quantities(point, current, asked, scale)
+            return given, [point.value_layout][: len(given)]
+        case OtherValues(_, reads_value):
+            own = [_value_at(canvas, point, insertion)] if reads_value else []
+            found = [*own, *canvas.other_values(insertion, reads, point)]
+            return [node for node, _ in found], [layout for _, layout in found]
+        case "losses":
+            assert canvas.losses is not None
+            rows, scale = [canvas.loss_rows[point.site]], canvas.scale_on(point.site.device)
+            is_opaque = point.site.device.type != "cuda"
+            return [canvas.losses.gramian(rows, scale, point.before, is_opaque=is_opaque)], [point.value_layout]
+        case "value":
+            node, layout = _value_at(canvas, point, insertion)
+            return [node], [layout]
+    return [], []
+
+
+def _value_at(canvas: Canvas, point: InsertionPoint, insertion: Insertion) -> tuple[fx.Node, Layout | None]:
     if point.value is None:
         raise CallbackError(
-            f"{point.site}: {describe(insertion.action)} has two required parameters, the gradient and what it is "
-            "the gradient of, which this graph does not have; give the second one a default"
+            f"{point.site}: {describe(insertion.action)} has two required parameters, the gradient and what it is the "
+            "gradient of, which this graph does not have; give the second one a default"
         )
-    return [canvas.forward.for_backward(point.value)]
+    return canvas.forward.for_backward(point.value), point.value_layout
 
 
 def _split(
@@ -160,6 +176,6 @@ def _is_on_cuda(node: fx.Node) -> bool:
     return value_of(node).device.type == "cuda"
 
 
-def _layouts_of(point: InsertionPoint, further: Sequence[fx.Node]) -> Sequence[Layout | None]:
-    layouts = (point.layout, point.value_layout)[: 1 + len(further)]
+def _layouts_of(point: InsertionPoint, others: Sequence[Layout | None]) -> Sequence[Layout | None]:
+    layouts = (point.layout, *others)
     return layouts if any(layout is not None for layout in layouts) else ()
