@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradrewrite._compat import aot_autograd, autograd, fake_tensors, inductor, nn_modules
+from gradrewrite._eager_reads import EagerReads
 from gradrewrite._eager_recurrent import RECURRENT, run_recurrent
 from gradrewrite._eager_step import EagerStep
-from gradrewrite._eager_uses import EagerUses
+from gradrewrite._eager_uses import EagerUse, EagerUses
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.module_hooks import passes_through
 from gradrewrite.errors import PolicyError, TraceError
@@ -50,8 +51,10 @@ from gradrewrite.policy.insertions import (
     JudgeUpdate,
     KeepTensor,
     MeasureTensor,
+    OtherValues,
     ReplaceTensor,
     group_effect,
+    reads_others,
 )
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order, patterns_of_uses, rules_at
@@ -64,6 +67,8 @@ __all__ = ["Comparison", "assert_inert", "assert_matches_eager"]
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_Register = Callable[[Callable[[Tensor], Tensor]], Any]  # of a hook
+_Hookable = tuple[Site, _Register, Tensor]  # with the value that the site is of
 _Key = tuple[Any, int]  # autograd node, or the tensor itself where there is none; output of the node
 
 _SLACK = 10.0  # times the difference between plain torch.compile and eager mode
@@ -568,56 +573,90 @@ class _Hooked:
         self._states = states
         self._uses = [*patterns_of_uses(policy), *uses]
         self._carried: CarriedKeys = {}
+        self._reads = EagerReads()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._carried = {}
+        self._carried, self._reads = {}, EagerReads.of(self._model)
         observer = _Observer(self._model, self._policy, self._uses)
         with observer.watching():
             out = self._model(*args, **kwargs)
         observer.note_returned(out)
-        for tensor, site in observer.uses():
+        for site, (calls, tensor) in observer.activations().items():
+            self._reads.expect(site, calls)
+            self._reads.note(site, tensor)
+        found = [*self._errors(observer), *self._gradients(args, kwargs)]
+        answers = [self._answers(site) for site, *_ in found]
+        reads_others_too = any(map(reads_others, itertools.chain(*answers)))
+        for (site, register, value), own in zip(found, answers, strict=True):
+            self._hook(site, register, value, own, is_read=reads_others_too)
+        return out
+
+    def _errors(self, observer: _Observer) -> Iterator[_Hookable]:
+        for use, site in observer.uses():
             self.made.add(str(site))
-            self._hook(site, _register_at(_key_of(tensor)), tensor)
-        for value, site in observer.sites():
+            self._reads.expect(site, use.value.calls)
+            yield site, _register_at(_key_of(use.tensor)), use.tensor
+        for seen, site in observer.sites():
             self.made.add(str(site))
+            self._reads.expect(site, seen.value.calls)
             if 0 not in site.shape:  # eager ops may return the same empty tensor where traced ones make another
-                self._hook(site, value.register, value.tensor if value.copy is None else value.copy)
+                yield site, seen.register, seen.tensor if seen.copy is None else seen.copy
         for tensor, site in observer.inside:
             self.made.add(str(site))
-            self._hook(site, tensor.register_hook, tensor)
+            of_forward = replace(site, kind="activation")
+            self._reads.expect(of_forward)
+            self._reads.note(of_forward, tensor)
+            self._reads.expect(site)
+            yield site, tensor.register_hook, tensor
+
+    def _gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[_Hookable]:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 site = _site_of_leaf("gradient", name, parameter)
-                self._hook(site, parameter.register_hook, parameter)
+                self._reads.expect(site)
                 self._note_groups(site, parameter)
+                yield site, parameter.register_hook, parameter
         for name, tensor in _named_inputs(self._model, args, kwargs):
-            self._hook(_site_of_leaf("input", name, tensor), tensor.register_hook, tensor)
-        return out
+            site = _site_of_leaf("input", name, tensor)
+            self._reads.expect(site)
+            yield site, tensor.register_hook, tensor
 
-    def _hook(self, site: Site, register: Callable[[Callable[[Tensor], Tensor]], Any], value: Tensor) -> None:
+    def _answers(self, site: Site) -> list[Insertion]:
         answers = (answered.insertion for answered in ask_in_order(self._policy, site))
-        found = [insertion for insertion in answers if insertion.group is None]
-        if not found or str(site) in self._refused:
-            return
+        return [insertion for insertion in answers if insertion.group is None and str(site) not in self._refused]
+
+    def _hook(
+        self, site: Site, register: _Register, value: Tensor, found: Sequence[Insertion], *, is_read: bool
+    ) -> None:
+        reads, is_leaf = self._reads, site.traits.is_leaf
 
         def act(g: Tensor) -> Tensor:
             self.acted[str(site)] = None
             result = g
+            if is_leaf:
+                reads.note(site, g)
             states = self._states.scope(str(site), self._carried)
             for insertion in found:
                 with recording(g.device, states=states) as reported:
                     states.begin()
-                    result = _apply(insertion, result, value)
+                    result = _apply(insertion, result, value, reads.arguments(insertion, site))
                     states.write()
                 if g.dtype == torch.float64:  # elsewhere a record may differ by the rounding of what it measures
                     self._reports.note(reported, str(site))
                 is_check = isinstance(insertion.effect, MeasureTensor) and insertion.effect.fails == "skip"
                 self.failed |= is_check and not bool(result.isfinite().all())
+            if not is_leaf:
+                reads.note(site, result)
             if not torch.equal(result, g):
                 self.changed[str(site)] = None
             return result
 
-        self._handles.append(register(act))
+        def see(g: Tensor) -> Tensor:
+            reads.note(site, g)
+            return g
+
+        if found or is_read:
+            self._handles.append(register(act if found else see))
 
     @property
     def records(self) -> dict[str, float]:
@@ -672,10 +711,11 @@ class _Member:
     site: str
 
 
-def _apply(insertion: Insertion, g: Tensor, value: Tensor) -> Tensor:
+def _apply(insertion: Insertion, g: Tensor, value: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
     match insertion.effect:
         case ReplaceTensor(run, reads):
-            return run(g, *([value.detach()] if reads == "value" else []))
+            takes_value = reads == "value" or (isinstance(reads, OtherValues) and reads.reads_value)
+            return run(g, *([value.detach()] if takes_value else []), *others)
         case MeasureTensor() | KeepTensor() as effect:
             return effect.run(g)
         case AverageOverRanks(_, begin, end):
@@ -960,14 +1000,17 @@ class _Observer(TorchFunctionMode):
             for own in self._returns.values():
                 own[:] = [value if one is seen.value else one for one in own]
 
-    def uses(self) -> list[tuple[Tensor, Site]]:
-        """The sites of single uses, in the order of execution, with the tensors that are used."""
+    def uses(self) -> list[tuple[EagerUse, Site]]:
+        """The single uses, in the order of execution, with their sites."""
         uses, values = list(self._uses), [s.value for s in sorted(self._seen, key=lambda s: s.order)]
         named = name_values([*values, *(use.value for use in uses)])
-        found = (
-            (use.tensor, named[len(values) + n]("error")) for n, use in enumerate(uses) if len(values) + n in named
-        )
-        return list(found)
+        return [(use, named[len(values) + n]("error")) for n, use in enumerate(uses) if len(values) + n in named]
+
+    def activations(self) -> dict[Site, tuple[Sequence[ModuleCall], Tensor]]:
+        """The values, by their sites, with the module calls around the op that made each."""
+        seen = sorted(self._seen, key=lambda s: s.order)
+        named = ((seen[number], site) for number, site in name_values([s.value for s in seen]).items())
+        return {site("activation"): (s.value.calls, s.tensor if s.copy is None else s.copy) for s, site in named}
 
     def _find(self, tensor: Tensor) -> _Seen | None:
         """The value that a tensor is now; an alias of written memory becomes a new one when it is met."""
