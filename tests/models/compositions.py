@@ -182,6 +182,14 @@ def decay(g: Tensor, p: Tensor) -> Tensor:
     return g.add(p, alpha=0.01)
 
 
+def by_mean(g: Tensor, *, of: Tensor) -> Tensor:
+    return g / (1 + of.abs().mean())
+
+
+def by_later(g: Tensor, *, of: Tensor, error: Tensor) -> Tensor:
+    return g / (1 + of.abs().mean()) + 0.1 * error.mean()
+
+
 def smooth() -> Callable[[Tensor], Tensor]:
     mean = gr.State((), 1.0, torch.float64, name="mean")
 
@@ -206,16 +214,19 @@ def falling(step: int) -> float:
     return 1e-2 / (1 + step)
 
 
+LATER = "call(by_later, reads={'of': 'activation:head', 'error': 'error:head'})"
 # By the kind of their site; each occurs in at least 3 % of the drawn policies.
 ACTIONS: Mapping[str, Sequence[str]] = {
     "error": (
         "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "Scale(0.5)", "clip_to_mean",
         "clip_to_percentile", "decay", "smooth()", "Observe('norm')", "CheckFinite('record')", "Keep()", "NanToNum()",
+        "call(by_mean, reads={'of': 'activation:{name}'})", *3 * (LATER,),
     ),
     "gradient": (
         "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay",
         "Scale(0.5)", "AdaptiveClip(0.01)", "AutoClip(50.0, group='auto')", "ZClip(0.5, group='z')", "smooth()",
         "clip_to_percentile", "Observe('max_abs')", "Zero()", *2 * ("CheckFinite('skip')",),
+        "call(by_mean, reads={'of': 'param:{name}'})",
     ),
     "activation": ("Observe('norm')", "CheckFinite('record')"),
     "saved": ("Recompute()", "Store('float32')"),
@@ -295,7 +306,7 @@ class Composition:
         rules = [(kind, draw.choice(patterns[kind]), draw.choice(ACTIONS[kind])) for kind in kinds]
         can_be_inside = theme != "losses" and not set(layers).isdisjoint(RECURRENT)
         rules = [rule if can_be_inside or rule[1] not in INSIDE else (rule[0], "first", rule[2]) for rule in rules]
-        rules = [rule for rule in rules if _is_wanted(rule, way, loop)]
+        rules = [rule for rule in rules if _is_wanted(rule, way, loop) and (rule[2] != LATER or theme == "any")]
         # A tensor has one form, a state one that sets it, an op one backward.
         once = ("Recompute()", "Store('float32')", "smooth()", "copied")
         seen = [(kind, action in once and (kind, kind == "saved" or action)) for kind, _, action in rules]
@@ -315,6 +326,7 @@ class Composition:
         if subclass:
             kinds_left = draw.choice((("error", "activation", "saved"), tuple(ACTIONS)))
             rules = [rule for rule in rules if rule[0] in kinds_left and rule[0] != "backward"]  # refused by its site
+            rules = [rule for rule in rules if not rule[2].startswith("call")]  # values of the class
         return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows, subclass)
 
     @property
@@ -332,7 +344,7 @@ class Composition:
     def policy(self, step: int | None = None) -> list[gr.Rule]:
         """Make the policy anew; with the bounds of one step in place of schedules, if one is given."""
         bound = gr.Schedule(falling) if step is None else falling(step)
-        functions = (clip_to_mean, clip_to_percentile, decay, smooth, equalize, copied)
+        functions = (gr.call, by_mean, by_later, clip_to_mean, clip_to_percentile, decay, smooth, equalize, copied)
         names = {
             **{name: getattr(passes, name) for name in passes.__all__},
             **{function.__name__: function for function in functions},
@@ -375,6 +387,8 @@ def _is_wanted(rule: tuple[str, str, str], way: str, loop: str) -> bool:
     kind, _, action = rule
     if kind == "gradient" and action.startswith(GROUPS):  # acts on each backward by itself
         return way not in ("regions", "methods") and loop != "retained"
+    if action == LATER:
+        return way in WHOLE and rule[1] not in INSIDE
     if action == "KeepZeros()":
         return loop != "bad batch"  # what torch makes NaN of zeros may stay finite
     if action.startswith("Store"):
