@@ -54,7 +54,6 @@ from gradrewrite.policy.insertions import (
     OtherValues,
     ReplaceTensor,
     group_effect,
-    reads_others,
 )
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order, patterns_of_uses, rules_at
@@ -586,9 +585,9 @@ class _Hooked:
             self._reads.note(site, tensor)
         found = [*self._errors(observer), *self._gradients(args, kwargs)]
         answers = [self._answers(site) for site, *_ in found]
-        reads_others_too = any(map(reads_others, itertools.chain(*answers)))
+        is_read = any(insertion.reads_others for own in answers for insertion in own)
         for (site, register, value), own in zip(found, answers, strict=True):
-            self._hook(site, register, value, own, is_read=reads_others_too)
+            self._hook(site, register, value, own, is_read=is_read)
         return out
 
     def _errors(self, observer: _Observer) -> Iterator[_Hookable]:

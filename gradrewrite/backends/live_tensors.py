@@ -18,7 +18,8 @@ _MAX_PENDING = 16  # forwards without a backward that are kept in mind
 _CHANGED = (
     "{}: {} has changed since the forward of this backward, and another forward has run since then: an action reads "
     "what it closes over when the backward runs, so that the backwards of both act with its last value. Call backward "
-    "before it changes, or let the model return it, so that each call has a value of its own"
+    "before it changes, or let the function read a buffer of the model, as each forward had it: "
+    'gr.call(function, reads={{"name": "param:..."}})'
 )
 
 Form = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]

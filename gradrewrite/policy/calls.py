@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +131,12 @@ def _takes_value(function: Callable[..., Any], reads: Mapping[str, str]) -> bool
             "takes the gradient, or the gradient and what it is of"
         )
     return len(positional) == 2
+
+
+def read_patterns(action: Any) -> list[Pattern]:
+    """Return the patterns of an action's reads, with ``*`` for names in braces."""
+    reads = action.reads if isinstance(action, Call) else ()
+    return [Pattern.parse(re.sub(r"\{\w+\}", "*", text)) for _, text in reads]
 
 
 def nearest_sites(

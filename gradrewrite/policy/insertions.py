@@ -241,6 +241,11 @@ class Insertion:
         return (type(self.action), self.effect.group) if isinstance(self.effect, GroupEffect) else None
 
     @property
+    def reads_others(self) -> bool:
+        """Whether it reads values of other sites."""
+        return isinstance(self.effect, ReplaceTensor) and isinstance(self.effect.reads, OtherValues)
+
+    @property
     def form(self) -> Hashable:
         """The key, without the values of the numbers."""
         if not self.numbers:
@@ -262,11 +267,6 @@ def group_effect(insertion: Insertion) -> GroupEffect:
     """Return the effect of the insertion of a group action."""
     assert isinstance(insertion.effect, GroupEffect)
     return insertion.effect
-
-
-def reads_others(insertion: Insertion) -> bool:
-    """Return whether an insertion reads values of other sites."""
-    return isinstance(insertion.effect, ReplaceTensor) and isinstance(insertion.effect.reads, OtherValues)
 
 
 @runtime_checkable

@@ -26,7 +26,7 @@ from gradrewrite.policy.actions import (
     is_action,
     kinds_of,
 )
-from gradrewrite.policy.calls import Call, call
+from gradrewrite.policy.calls import Call, call, read_patterns
 from gradrewrite.policy.frozen import explained
 from gradrewrite.policy.insertions import OF_OPS, SAVED, Insertion
 from gradrewrite.policy.measured_once import measured_once
@@ -345,8 +345,11 @@ def rules_at(policy: Policy, kind: Kind) -> list[Rule]:
 
 
 def patterns_of_uses(policy: Policy) -> list[Pattern]:
-    """Return the patterns of a policy's rules for single uses of values."""
-    return [pattern for rule in rules_of(policy) if (pattern := Pattern.parse(rule.pattern)).to is not None]
+    """Return a policy's patterns of single uses of values: those of its rules, and of their reads."""
+    rules = rules_of(policy)
+    read = (read_patterns(action) for rule in rules for action in actions_of(rule.action, where=rule.pattern))
+    patterns = [*(Pattern.parse(rule.pattern) for rule in rules), *(one for own in read for one in own)]
+    return [pattern for pattern in patterns if pattern.to is not None]
 
 
 def first_guarded_site(policy: Policy, parameters: Mapping[str, Tensor]) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from gradrewrite._compat import fake_tensors
 from gradrewrite.instrumentation.naming import name_values
@@ -20,6 +20,7 @@ from gradrewrite.policy.actions import insertion_at
 from gradrewrite.policy.insertions import Insertion, Omitted, ReplaceTensor
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured, sampled
+from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.sites import Kind, Site
 
 KINDS: tuple[Kind, ...] = ("activation", "error")
@@ -118,6 +119,19 @@ def classes_of(loop: Loop, answers: Answers, name: str, kind: Kind, measured: Me
             iterations = Iterations(loops, _spans(list(own), length))
             classes.append(IterationClass(site, insertions, iterations, len(own) == length, own, tables))
     return classes
+
+
+def points_in(loop: Loop, markers: Sequence[Mapping[int, fx.Node]], iteration: int) -> list[InsertionPoint]:
+    """Return the points of the values of an iteration; ``markers`` by kind, and by the number of the value."""
+    points = []
+    for kind, own in zip(KINDS, markers, strict=True):
+        for name, number in loop.numbers.items():
+            marker = own.get(number)
+            if marker is not None and loop.has_site(name, kind):
+                point = InsertionPoint(loop.site(name, kind, iteration), marker.all_input_nodes[0], marker, -1)
+                point.marker, point.calls = marker if kind == "error" else None, loop.values[name].calls
+                points.append(point)
+    return points
 
 
 def _tabulated(own: Mapping[int, tuple[Insertion, ...]], site: Site) -> tuple[tuple[Insertion, ...], tuple[Table, ...]]:

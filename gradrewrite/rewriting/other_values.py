@@ -51,12 +51,12 @@ class OtherSites:
     ) -> list[Read]:
         """Return the nodes of the values that an action reads at a point; PolicyError where there is none."""
         begin = f"{point.site}: {describe(insertion.action)}"
-        return [self._one(Pattern.parse(t), f"{begin}: reads[{n!r}]", point, forward) for n, t in reads.patterns]
+        return [self._one(text, f"{begin}: reads[{name!r}]", point, forward) for name, text in reads.patterns]
 
-    def _one(self, pattern: Pattern, begin: str, point: InsertionPoint, forward: ForwardValues) -> Read:
-        if pattern.kind == "param":
-            return self._parameter(pattern, begin)
-        other = self._find(pattern, begin, point)
+    def _one(self, text: str, begin: str, point: InsertionPoint, forward: ForwardValues) -> Read:
+        if Pattern.parse(text).kind == "param":
+            return self._parameter(text, begin)
+        other = self._find(text, begin, point)
         if other.site.traits.in_forward:
             return forward.for_backward(other.node), other.layout
         if self.has_losses:
@@ -69,12 +69,15 @@ class OtherSites:
                 self._wait_for(node, point, other.site, begin)
         return self._unscaled(node, other.site, point), other.layout
 
-    def _find(self, pattern: Pattern, begin: str, point: InsertionPoint) -> InsertionPoint:
+    def _find(self, text: str, begin: str, point: InsertionPoint) -> InsertionPoint:
+        pattern = Pattern.parse(text)
         found = [other for other in self._points if pattern.matches(other.site) and other.site != point.site]
         around = [(other.site, other.calls) for other in found]
         near = [found[n] for n in nearest_sites(point.site, point.calls, around)]
+        if not near and pattern.matches(point.site):
+            raise _refused(begin, f"{point.site} is the site itself, whose value is the first argument")
         if not near:
-            raise _refused(begin, f"no site matches {self._without(pattern, [str(p.site) for p in self._points])}")
+            raise _refused(begin, f"no site matches {self._without(text, [str(p.site) for p in self._points])}")
         if len({other.site for other in near}) > 1:
             names = listed([str(other.site) for other in near])
             raise _refused(begin, f"several sites match, {names}; name one, of several calls with '#n'")
@@ -82,16 +85,16 @@ class OtherSites:
             raise _refused(begin, "'#n' is one iteration, and the rule acts in several; let its own pattern have '#n'")
         return near[0]
 
-    def _without(self, pattern: Pattern, known: Sequence[str]) -> str:
-        text = f"{pattern.kind}:{pattern.glob}{'' if pattern.call is None else f'#{pattern.call}'}"
+    def _without(self, text: str, known: Sequence[str]) -> str:
         return f"{text}{self._where}; nearest: {listed(nearest(text, list(known))[:3]) or 'none'}"
 
-    def _parameter(self, pattern: Pattern, begin: str) -> Read:
+    def _parameter(self, text: str, begin: str) -> Read:
+        pattern = Pattern.parse(text)
         sites = {node: Site("param", one.name) for node, (one, _) in self._inputs.items() if one.role in _TENSORS}
         found = [node for node, site in sites.items() if pattern.matches(site)]
         if len(found) != 1:
             several = listed([str(sites[node]) for node in found])
-            none = f"no site matches {self._without(pattern, list(map(str, sites.values())))}"
+            none = f"no site matches {self._without(text, list(map(str, sites.values())))}"
             raise _refused(begin, f"several sites match, {several}; name one" if found else none)
         (node,) = found
         one, layout = self._inputs[node]

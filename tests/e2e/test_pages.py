@@ -35,6 +35,7 @@ TESTED_ELSEWHERE = [
     "several-losses",
     "state",
     "uses",
+    "functions",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Sections of docs/comparison.md of which the first block needs a package.

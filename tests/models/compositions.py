@@ -306,6 +306,8 @@ class Composition:
         rules = [(kind, draw.choice(patterns[kind]), draw.choice(ACTIONS[kind])) for kind in kinds]
         can_be_inside = theme != "losses" and not set(layers).isdisjoint(RECURRENT)
         rules = [rule if can_be_inside or rule[1] not in INSIDE else (rule[0], "first", rule[2]) for rule in rules]
+        behind = ("*", *INSIDE)  # has sites that are computed before that of the head, or in a loop
+        rules = [(rule[0], "first", LATER) if rule[2] == LATER and rule[1] in behind else rule for rule in rules]
         rules = [rule for rule in rules if _is_wanted(rule, way, loop) and (rule[2] != LATER or theme == "any")]
         # A tensor has one form, a state one that sets it, an op one backward.
         once = ("Recompute()", "Store('float32')", "smooth()", "copied")
@@ -388,7 +390,7 @@ def _is_wanted(rule: tuple[str, str, str], way: str, loop: str) -> bool:
     if kind == "gradient" and action.startswith(GROUPS):  # acts on each backward by itself
         return way not in ("regions", "methods") and loop != "retained"
     if action == LATER:
-        return way in WHOLE and rule[1] not in INSIDE
+        return way in WHOLE
     if action == "KeepZeros()":
         return loop != "bad batch"  # what torch makes NaN of zeros may stay finite
     if action.startswith("Store"):

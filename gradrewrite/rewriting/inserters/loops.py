@@ -20,7 +20,6 @@ from gradrewrite.ir.markers import read_markers, value_of
 from gradrewrite.ir.outputs import Pack, Placed, PlacedReport
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.replay_graph import ReplayLoop
-from gradrewrite.policy.insertions import reads_others
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import Context, refuse
@@ -30,11 +29,10 @@ from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.rewriting.inserters.loop_backwards import Covers, Insert, insert_at_ops
 from gradrewrite.rewriting.inserters.single import insert
 from gradrewrite.rewriting.insertion_points import InsertionPoint
-from gradrewrite.rewriting.loop_answers import KINDS, IterationClass, Table, classes_of, name_rolled, sites_in
+from gradrewrite.rewriting.loop_answers import IterationClass, Table, classes_of, name_rolled, points_in, sites_in
 from gradrewrite.rewriting.loop_bodies import LoopParts, partition, trace_body
 from gradrewrite.rewriting.loop_calls import LoopCalls, flat, replace_results, return_copies
 from gradrewrite.rewriting.loop_replays import describe
-from gradrewrite.rewriting.other_values import Inputs
 from gradrewrite.sites import Site
 
 Ask = Callable[[Site], tuple[Answered, ...]]
@@ -64,7 +62,7 @@ def insert_in_loops(
         grouped((loop_of(n).key, n) for n in canvas.graph.find_nodes(op="call_function", target=target))
         for target in (loop_forward, loop_backward)
     )
-    insertions, inputs = list[_Insertion](), marked.inputs_by_node()
+    insertions: list[_Insertion] = []
     for loop in marked.loops:
         own, back = forwards.get(loop.key, []), backwards.get(loop.key, [])
         if len(own) > 1 or len(back) > 1:  # one for each tensor inside of a tensor subclass
@@ -74,7 +72,7 @@ def insert_in_loops(
             found.anchors |= dict.fromkeys(answers, Anchor(own[0].name, -1))
             found.codes.append(loop)
         elif own:
-            insertions.append(_Insertion(canvas, config, loop, own[0], back[0] if back else None, found, inputs))
+            insertions.append(_Insertion(canvas, config, loop, own[0], back[0] if back else None, found))
         else:
             found.answers |= {site: ask(site) for site in sites_in(loop)}
     name_rolled(marked)
@@ -103,7 +101,6 @@ class _Insertion:
         forward: fx.Node,
         backward: fx.Node | None,
         found: InsertedLoops,
-        inputs: Inputs,
     ) -> None:
         self._outer, self._loop, self._found = outer, loop, found
         self._forward, self._backward = forward, backward
@@ -119,7 +116,6 @@ class _Insertion:
         self._edits: list[tuple[IterationClass, Edit]] = []
         self._acting: dict[str, int] = {}  # numbers of errors, by the nodes that act on them
         self._store = config.states
-        self._inputs = inputs
         self._states: list[tuple[IterationClass, str]] = []  # with their keys in the first iterations
         self._new_states: list[tuple[str, Tensor]] = []  # of all iterations, that are set
         self._tables: list[Table] = []
@@ -133,7 +129,7 @@ class _Insertion:
 
     def run(self, ask: Ask, measured: Measured, marked: MarkedJointGraph) -> None:
         """Insert, cut the body, and put its code into the graph."""
-        loop = self._loop
+        loop, self._inputs = self._loop, marked.inputs_by_node()
         own_answers = {site: ask(site) for site in sites_in(loop)}
         self._found.answers |= own_answers
         ahead = sites_in(loop, fake_tensors.hint_of(loop.length), loop.num_answered)
@@ -215,21 +211,11 @@ class _Insertion:
 
     def _let_read(self, own: IterationClass) -> None:
         """Let actions read the values of the same iteration, and the parameters and buffers that the body is given."""
-        if not any(map(reads_others, own.insertions)):
-            return
-        loop, points, first = self._loop, list[InsertionPoint](), own.iterations.spans[0][0]
-        for kind, markers in zip(KINDS, self._markers, strict=True):
-            for name, number in loop.numbers.items():
-                marker = markers.get(number)
-                if marker is not None and loop.has_site(name, kind):
-                    site = loop.site(name, kind, first)
-                    point = InsertionPoint(site, marker.all_input_nodes[0], marker, -1)
-                    point.marker, point.calls = marker if kind == "error" else None, loop.values[name].calls
-                    points.append(point)
-        pairs = zip(self._given, self._body.graph.find_nodes(op="placeholder"), strict=False)
-        inputs = {node: self._inputs[outer] for outer, node in pairs if outer in self._inputs}
-        is_repeated = len(own.answered) > 1
-        self._canvas.let_read(points, inputs, _IN_LOOP, is_repeated=is_repeated)
+        if any(insertion.reads_others for insertion in own.insertions):
+            points = points_in(self._loop, self._markers, own.iterations.spans[0][0])
+            pairs = zip(self._given, self._body.graph.find_nodes(op="placeholder"), strict=False)
+            inputs = {node: self._inputs[outer] for outer, node in pairs if outer in self._inputs}
+            self._canvas.let_read(points, inputs, _IN_LOOP, is_repeated=len(own.answered) > 1)
 
     def _carry_states(self, own: IterationClass, point: InsertionPoint) -> None:
         """Chain the reads and new values of carried states."""
