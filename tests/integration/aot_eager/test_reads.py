@@ -95,7 +95,7 @@ CASES = {
 }
 
 
-def train(model: Any, net: Net, *, changes: bool, steps: int = 3) -> list[Tensor]:
+def train(model: Any, net: Net, *, changes: bool, steps: int = 6) -> list[Tensor]:
     """Return all gradients, with two forwards before two backwards, and a buffer that changes between the forwards."""
     optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), []
     x = torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -130,6 +130,18 @@ def test_equals_hooks_that_close_over_the_values(name: str, is_checkpointed: boo
 
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(name: str) -> None:
+    torch.manual_seed(0)
+    plain = Net().double()
+    net = copy.deepcopy(plain)
+    CASES[name].hook(plain)
+    got = train(gr.transform(net, CASES[name].policy).compile(), net, changes=True, steps=2)
+    for one, other in zip(got, train(plain, plain, changes=True, steps=2), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
 class Pair(nn.Module):
