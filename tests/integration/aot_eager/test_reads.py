@@ -97,7 +97,7 @@ CASES = {
 
 def train(model: Any, net: Net, *, changes: bool, steps: int = 6) -> list[Tensor]:
     """Return all gradients, with two forwards before two backwards, and a buffer that changes between the forwards."""
-    optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), []
+    optimizer, found = torch.optim.SGD(net.parameters(), lr=1e-3), []
     x = torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for step in range(steps):
         optimizer.zero_grad()
