@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from gradrewrite.policy.rules import on as on
     from gradrewrite.policy.schedules import Schedule as Schedule
     from gradrewrite.policy.state import State as State
+    from gradrewrite.policy.together import joint as joint
+    from gradrewrite.policy.together import together as together
     from gradrewrite.sites import Site as Site
     from gradrewrite.sites import escape as escape
 
@@ -94,6 +96,7 @@ _PUBLIC = {
     "policy.recording": "record",
     "policy.rules": "on",
     "policy.schedules": "Schedule",
+    "policy.together": "joint together",
     "policy.state": "State",
     "sites": "Site escape",
 }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.values import ModuleCall
 from gradrewrite.policy.calls import nearest_sites
-from gradrewrite.policy.insertions import Insertion, OtherValues, ReplaceTensor
+from gradrewrite.policy.insertions import Insertion, OtherValues, ReplaceGroup, ReplaceTensor
 from gradrewrite.sites import Pattern, Site
 
 Calls = Sequence[ModuleCall]
@@ -42,7 +42,7 @@ class EagerReads:
 
     def arguments(self, insertion: Insertion, site: Site) -> list[Tensor]:
         """Return the values that an action reads at a site; PolicyError for one that autograd computes later."""
-        reads = insertion.effect.reads if isinstance(insertion.effect, ReplaceTensor) else ""
+        reads = insertion.effect.reads if isinstance(insertion.effect, ReplaceTensor | ReplaceGroup) else ""
         patterns = reads.patterns if isinstance(reads, OtherValues) else ()
         return [self._one(Pattern.parse(text), site) for _, text in patterns]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradrewrite.numerics.statistics import norm_of, total_norm_of
 from gradrewrite.policy.actions import Policy
-from gradrewrite.policy.insertions import Insertion, JudgeUpdate, MeasureTensor, ScaleParameter, group_effect
+from gradrewrite.policy.insertions import Insertion, JudgeUpdate, MeasureTensor, ScaleParameter, group_effect, run_group
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, state_site, step_site
 from gradrewrite.policy.state_store import StateStore
@@ -94,7 +94,7 @@ class EagerStep:
         where = f"step:group:{effect.group}"
         states = self._states.scope(where)
         with recording(grads[0].device, states=states) as reported:
-            results = effect.run(grads)
+            results = run_group(effect, [site for site, *_ in members], grads)
             states.write()
         if all(g.dtype == torch.float64 for g in grads):
             self.note(reported, where, [str(site) for site, *_ in members])

@@ -54,6 +54,7 @@ from gradrewrite.policy.insertions import (
     OtherValues,
     ReplaceTensor,
     group_effect,
+    run_group,
 )
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import ask_in_order, patterns_of_uses, rules_at
@@ -241,6 +242,12 @@ def _check_comparable(edits: Iterable[Edit]) -> None:
             raise PolicyError(
                 f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, which keeps other tensors "
                 f"than a compiled graph; {describe(action)} acts on those. Compare without it",
+                code="action-not-allowed",
+            )
+        if edit.insertion.group is not None and edit.site.kind != "gradient" and not needs_losses(edit.insertion):
+            raise PolicyError(
+                f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, each of which sees one "
+                f"error; {describe(action)} is given several. Compare without it",
                 code="action-not-allowed",
             )
         if needs_examples(edit.insertion) or needs_losses(edit.insertion):
@@ -666,7 +673,7 @@ class _Hooked:
         for answered in ask_in_order(self._policy, site):
             if answered.insertion.group is not None:
                 order = self._order.get(str(site), len(self._order))
-                self._groups.append(_Member(answered.position, order, answered.insertion, parameter, str(site)))
+                self._groups.append(_Member(answered.position, order, answered.insertion, parameter, site))
                 self.acted[str(site)] = None
 
     def finish(self) -> None:
@@ -689,14 +696,15 @@ class _Hooked:
         where = f"group:{effect.group}"
         states = self._states.scope(where)
         with torch.no_grad(), recording(grads[0].device, states=states) as reported:
-            results = effect.run(grads)
+            sites = [m.site for m in members]
+            results = run_group(effect, sites, grads, self._reads.arguments(members[0].insertion, sites[0]))
             states.write()
         if all(g.dtype == torch.float64 for g in grads):
-            self._reports.note(reported, where, [member.site for member in members])
+            self._reports.note(reported, where, [str(site) for site in sites])
         for member, g, result in zip(members, grads, results, strict=True):
             member.parameter.grad = result
             if not torch.equal(result, g):
-                self.changed[member.site] = None
+                self.changed[str(member.site)] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -707,7 +715,7 @@ class _Member:
     order: int
     insertion: Insertion
     parameter: nn.Parameter
-    site: str
+    site: Site
 
 
 def _apply(insertion: Insertion, g: Tensor, value: Tensor, others: Sequence[Tensor] = ()) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,6 +152,19 @@ def put_readers_behind(node: fx.Node) -> None:
     for reader in sorted(found):
         node.append(reader)
         node = reader
+
+
+def first_reached(nodes: Iterable[fx.Node], targets: Collection[fx.Node]) -> fx.Node | None:
+    """Return one of the targets that is computed from these nodes, or is one of them; None if there is none."""
+    last, todo, seen = max(targets), list(nodes), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in targets:
+            return node
+        if node not in seen and not last < node:
+            seen.add(node)
+            todo += node.users
+    return None
 
 
 def move_behind(node: fx.Node, other: fx.Node) -> None:

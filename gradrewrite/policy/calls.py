@@ -91,22 +91,25 @@ def call(function: Callable[..., Tensor], *, reads: Mapping[str, str]) -> Call:
     """
     if not callable(function):
         raise TypeError(f"gr.call(function, reads=...): function is callable, got {function!r}")
-    if not (isinstance(reads, Mapping) and reads) or not all(
-        isinstance(i, str) for pair in reads.items() for i in pair
-    ):
-        raise ValueError(f"gr.call: reads has a pattern for each keyword of the function, got {reads!r}")
+    return Call(function, tuple(reads.items()), check_reads(function, reads))
+
+
+def check_reads(function: Callable[..., Any], reads: Mapping[str, str]) -> bool:
+    """Check a function and the patterns of its keywords; return whether it takes two tensors before them."""
+    if not isinstance(reads, Mapping) or not reads or not all(isinstance(text, str) for text in reads.values()):
+        raise ValueError(f"reads has a pattern for each keyword of the function, got {reads!r}")
     for name, text in reads.items():
         kind = Pattern.parse(_without_names(name, text)).kind
         if kind not in _READABLE:
-            raise ValueError(f"gr.call: reads[{name!r}] is kind:glob with one of {', '.join(_READABLE)}, got {text!r}")
-    return Call(function, tuple(reads.items()), _takes_value(function, reads))
+            raise ValueError(f"reads[{name!r}] is kind:glob with one of {', '.join(_READABLE)}, got {text!r}")
+    return _takes_value(function, reads)
 
 
 def _without_names(name: str, text: str) -> str:
     for known in _NAMES:
         text = text.replace(f"{{{known}}}", known)
     if "{" in text or "}" in text:
-        raise ValueError(f"gr.call: reads[{name!r}]: {{name}}, {{module}} and {{parent}} are filled in, got {text!r}")
+        raise ValueError(f"reads[{name!r}]: {{name}}, {{module}} and {{parent}} are filled in, got {text!r}")
     return text
 
 
@@ -124,10 +127,10 @@ def _takes_value(function: Callable[..., Any], reads: Mapping[str, str]) -> bool
     left = [p.name for p in needed if p.kind is p.KEYWORD_ONLY]
     if unknown or left:
         what = f"no keyword {unknown[0]!r}, which reads has" if unknown else f"a keyword {left[0]!r}, which reads lacks"
-        raise TypeError(f"gr.call: {located_callable(function)} has {what}")
+        raise TypeError(f"{located_callable(function)} has {what}")
     if len(positional) > 2:
         raise TypeError(
-            f"gr.call: {located_callable(function)} takes {', '.join(positional)}; before the keywords in reads it "
+            f"{located_callable(function)} takes {', '.join(positional)}; before the keywords in reads it "
             "takes the gradient, or the gradient and what it is of"
         )
     return len(positional) == 2

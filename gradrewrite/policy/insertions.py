@@ -109,10 +109,14 @@ class ScaleParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplaceGroup:
-    """The replacement of the values of a group by a function of all."""
+    """The replacement of the values of a group by a function of all.
+
+    ``run`` is given the sites, their values, and those of ``reads``; it returns all values, unchanged ones as they are.
+    """
 
     group: Hashable
-    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    run: Callable[[Sequence[Site], Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+    reads: OtherValues = field(default_factory=lambda: OtherValues(()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,7 +247,8 @@ class Insertion:
     @property
     def reads_others(self) -> bool:
         """Whether it reads values of other sites."""
-        return isinstance(self.effect, ReplaceTensor) and isinstance(self.effect.reads, OtherValues)
+        reads = isinstance(self.effect, ReplaceTensor | ReplaceGroup) and self.effect.reads
+        return isinstance(reads, OtherValues) and bool(reads.patterns)
 
     @property
     def form(self) -> Hashable:
@@ -261,6 +266,16 @@ class Insertion:
         """Return the insertion of a step that leaves it out."""
         names = tuple(self.effect.statistics) if isinstance(self.effect, MeasureTensor) else self.records
         return replace(self, effect=Omitted(names))
+
+
+def run_group(
+    effect: ReplaceGroup | ScaleGroup | WeighExampleGradients | WeighLossGradients,
+    sites: Sequence[Site],
+    values: Sequence[Tensor],
+    others: Sequence[Tensor] = (),
+) -> Sequence[Tensor]:
+    """Run the function of a group on the values of its sites."""
+    return effect.run(sites, values, others) if isinstance(effect, ReplaceGroup) else effect.run(values)
 
 
 def group_effect(insertion: Insertion) -> GroupEffect:

@@ -92,7 +92,7 @@ def on(pattern: str, action: Answer, *, reads: Mapping[str, str] | None = None) 
     action = action if reads is None else _calling(action, reads, pattern)
     if not actions_of(action, where=f"on({pattern!r}, ...)"):
         raise PolicyError(f"on({pattern!r}, ...): no action was given")
-    return Rule(pattern, action, _line_of(sys._getframe(1)))
+    return Rule(pattern, action, line_of(sys._getframe(1)))
 
 
 def _calling(action: Any, reads: Mapping[str, str], pattern: str) -> Call:
@@ -101,7 +101,8 @@ def _calling(action: Any, reads: Mapping[str, str], pattern: str) -> Call:
     return call(action, reads=reads)
 
 
-def _line_of(frame: FrameType) -> str:
+def line_of(frame: FrameType) -> str:
+    """Return file and line of a frame; ``""`` for code without a file."""
     file = frame.f_code.co_filename
     return "" if file.startswith("<") else f"{Path(file).name}:{frame.f_lineno}"
 

@@ -7,12 +7,14 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, fx
 
+from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import StateUpdate
 from gradrewrite.ir.values import shape_of
+from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import Insertion, MeasureTensor, OtherValues
 from gradrewrite.policy.state_store import CarriedKeys, StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import ActionTracer, TracedAction, TraceMode
@@ -85,13 +87,22 @@ class Canvas:
             editing.replace_output(self.graph, point.output, result)
         point.node = result  # of an activation too, which only the next action reads: the forward is never changed
 
+    def replace_behind(self, point: InsertionPoint, readers: Sequence[fx.Node], result: fx.Node) -> None:
+        """Replace the error of a point by one that is computed later, for these readers; they move behind it."""
+        assert point.marker is not None
+        current = self.current(point.marker)
+        for reader in readers:
+            reader.replace_input_with(current, result)
+        editing.put_readers_behind(result)
+        point.node = self._replaced[point.marker] = result
+
     def splice(
-        self, traced: TracedAction, nodes: list[fx.Node], point: InsertionPoint
+        self, traced: TracedAction, nodes: list[fx.Node], point: InsertionPoint, before: fx.Node | None = None
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Insert the graph of an action at a point; return the nodes of its outputs, and all new ones."""
+        """Insert the graph of an action at a point, or before a node; return its outputs, and all new nodes."""
         tag = "must_be_in_backward" if traced.reads_live else "is_backward"
         tag = "is_forward" if point.site.traits.in_forward else tag
-        return editing.splice(traced.graph, self.graph, nodes, point.before, tag)
+        return editing.splice(traced.graph, self.graph, nodes, point.before if before is None else before, tag)
 
     def let_read(
         self, points: Sequence[InsertionPoint], inputs: Inputs, where: str = "", *, is_repeated: bool = False
@@ -101,7 +112,9 @@ class Canvas:
 
     def other_values(self, insertion: Insertion, reads: OtherValues, point: InsertionPoint) -> list[Read]:
         """Return the values that an action reads at a point, with their layouts."""
-        assert self.others is not None
+        if self.others is None:
+            text = f"{point.site}: {describe(insertion.action)}: functions at step sites read no other values"
+            raise PolicyError(text, code="reads")
         return self.others.read(insertion, reads, point, self.forward)
 
     def note(

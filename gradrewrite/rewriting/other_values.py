@@ -106,14 +106,8 @@ class OtherSites:
 
     def _wait_for(self, node: fx.Node, point: InsertionPoint, site: Site, begin: str) -> None:
         """Move a point behind a node; PolicyError for one that is computed from its value."""
-        todo, seen = [point.before], {point.before}
-        while todo:
-            reader = todo.pop()
-            if reader is node:
-                raise _refused(begin, f"{site} is computed from {point.site}, and does not exist yet")
-            new = [user for user in reader.users if user not in seen and not node < user]
-            seen.update(new)
-            todo += new
+        if editing.first_reached([point.before], {node}) is not None:
+            raise _refused(begin, f"{site} is computed from {point.site}, and does not exist yet")
         editing.move_behind(point.before, node)
 
     def _unscaled(self, node: fx.Node, site: Site, point: InsertionPoint) -> fx.Node:

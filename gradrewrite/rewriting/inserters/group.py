@@ -8,23 +8,29 @@ from dataclasses import replace
 from torch import Tensor, fx
 from typing_extensions import assert_never
 
+from gradrewrite.errors import PolicyError
+from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.numerics.scaling import scale_where
 from gradrewrite.numerics.statistics import norm_of
+from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
     JudgeUpdate,
     ReplaceGroup,
     ScaleGroup,
     WeighExampleGradients,
     WeighLossGradients,
+    run_group,
 )
 from gradrewrite.policy.recording import Recording, current_recording
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode, check_dense, trace_function
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.inserters.examples import insert_example_clip
+from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import Group
 from gradrewrite.rewriting.node_shares import share_nodes
+from gradrewrite.rewriting.other_values import Read
 
 
 def insert_group(canvas: Canvas, group: Group, where: str = "") -> None:
@@ -33,7 +39,7 @@ def insert_group(canvas: Canvas, group: Group, where: str = "") -> None:
     Its records are at ``where``, or at ``group:<name>``.
     """
     points = group.points
-    nodes = [canvas.current(point.node) for point in points]
+    nodes = [canvas.current(point.marker or point.node) for point in points]
     for point in points:
         check_dense(group.action, point.site, value_of(point.node))
     where = where or f"group:{group.effect.group}"
@@ -56,12 +62,48 @@ def insert_group(canvas: Canvas, group: Group, where: str = "") -> None:
 def _replace_group(
     canvas: Canvas, group: Group, effect: ScaleGroup | ReplaceGroup, nodes: list[fx.Node], mode: TraceMode
 ) -> tuple[TracedAction, list[fx.Node], list[fx.Node], list[fx.Node]]:
-    points = group.points
-    values, sites = [value_of(n) for n in nodes], [point.site for point in points]
-    layouts = [point.layout for point in points]
-    traced = trace_function(lambda *g: effect.run(g), values, sites, group.insertion, mode, layouts=layouts)
-    outputs, new = canvas.splice(traced, nodes, points[0])
-    return traced, outputs[: len(points)], outputs[len(points) :], new
+    points, graph = group.points, canvas.graph
+    sites, count = [point.site for point in points], len(points)
+    others: list[Read] = []
+    if isinstance(effect, ReplaceGroup) and effect.reads.patterns:
+        reader = InsertionPoint(sites[0], nodes[0], graph.output_node(), points[0].order)
+        others = canvas.other_values(group.insertion, effect.reads, reader)
+    given = [*nodes, *(node for node, _ in others)]
+    values, layouts = list(map(value_of, given)), [*(point.layout for point in points), *(one for _, one in others)]
+    traced = trace_function(
+        lambda *g: run_group(effect, sites, g[:count], g[count:]),
+        values[:count], sites, group.insertion, mode, values[count:], layouts,
+    )  # fmt: skip
+    inputs, results = (
+        traced.graph.graph.find_nodes(op="placeholder"),
+        editing.outputs_of(traced.graph.graph.output_node()),
+    )
+    readers = {
+        number: [user for user in node.users if point.marker < user]
+        for number, (point, node) in enumerate(zip(points, nodes, strict=True))
+        if point.marker is not None and results[number] is not inputs[number]
+    }
+    for number, own in readers.items():
+        _check_order(group, number, own, given)
+    is_behind_all = all(point.marker is None for point in points)
+    outputs, new = canvas.splice(traced, given, points[0], None if is_behind_all else max(given).next)
+    for number, own in readers.items():
+        canvas.replace_behind(points[number], own, outputs[number])
+    return traced, outputs[:count], outputs[count:], new
+
+
+def _check_order(group: Group, number: int, readers: Sequence[fx.Node], given: Sequence[fx.Node]) -> None:
+    """Raise PolicyError where a value that the function changes leads to another one that it is given."""
+    own, others = given[number], {node: n for n, node in enumerate(given) if node is not given[number]}
+    found = editing.first_reached(readers, others) if others else None
+    if found is not None:
+        position, sites = others[found], [point.site for point in group.points]
+        what = str(sites[position]) if position < len(sites) else f"what it reads ({found.name})"
+        raise PolicyError(
+            f"{describe(group.action)}: it changes {sites[number]}, and {what} is computed from that ({own.name}), so "
+            "that no order is left for it. act_at= says which sites it changes; or take the one of them alone",
+            code="together",
+        )
 
 
 def _finish_group(
@@ -80,9 +122,11 @@ def _finish_group(
     for point, names in zip(points, share_nodes(new, nodes, results), strict=True):
         own = tuple(key for key in keys if key.site in (where, str(point.site)))
         canvas.note(point.site, insertion, names, own)
-    canvas.packing.groups.append(str(group.effect.group))
+    if any(site.traits.is_leaf for site in sites):  # else nothing of it is added up over backwards
+        canvas.packing.groups.append(str(group.effect.group))
     for point, result in zip(points, results, strict=True):
-        canvas.replace(point, result)
+        if point.marker is None:
+            canvas.replace(point, result)
 
 
 def _scale_group(
