@@ -22,6 +22,7 @@ from gradrewrite.policy.scope import (
     lone_skip,
     processes_of,
     refuse,
+    refuse_group_in_parts,
     refuse_group_in_regions,
     refuse_in_data_parallelism,
 )
@@ -65,9 +66,11 @@ class CompiledGraphs:
 
     def note(self, report: GraphReport) -> None:
         """List a graph; PolicyError where a group spans the graphs of several regions, or of several calls of one."""
-        for edit in report.edits if report.region else ():
-            if edit.site.kind == "gradient":
+        for edit in report.edits:
+            if report.region:
                 refuse_group_in_regions(self._region_of_group, edit.insertion, edit.site, report.region)
+            elif not report.is_whole:
+                refuse_group_in_parts(self._region_of_group, edit.insertion, edit.site, report.frame)
         self._reports.append(report)
         for edit in report.edits:
             group = processes_of(edit.insertion)

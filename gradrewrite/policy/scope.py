@@ -17,6 +17,7 @@ from gradrewrite.policy.insertions import (
     JudgeUpdate,
     MeasureTensor,
     PerExample,
+    ReplaceGroup,
     ReplaceTensor,
     WeighExampleGradients,
     WeighLossGradients,
@@ -136,6 +137,12 @@ REFUSALS = (
         "inside-a-loop",
     ),
     Limit(
+        lambda insertion, at: at.is_weighed_behind and not at.is_in_loop,
+        "{at.site}: {action} is given an error that several losses share, and WeighLosses takes the gradient of each "
+        "loss apart there. Let it act at gradient sites, in a group behind WeighLosses",
+        "losses",
+    ),
+    Limit(
         lambda insertion, at: at.is_weighed_behind,
         "{at.site}: {action} acts inside a loop, and WeighLosses needs the gradient of each loss behind it: each loss "
         "would have a loop of its own. Let it act at the output of the module",
@@ -180,6 +187,12 @@ REFUSALS = (
         "gradients of the model: each graph would add the norm of its part to one memory. Take step sites "
         '(gr.on("step:*", ...) with gr.guard), which have all gradients; or remove the graph break (fullgraph=True '
         "finds it) or regions=",
+        "groups-in-parts",
+    ),
+    Limit(
+        lambda insertion, at: isinstance(insertion.effect, ReplaceGroup) and bool(at.elsewhere) and _of_values(at),
+        "{at.site}: {action} is called once in each graph, and its group {group!r} has values of {at.elsewhere}. Give "
+        "those of each graph a group of their own, or compile them in one (another regions=, no graph break)",
         "groups-in-parts",
     ),
     Limit(
@@ -351,11 +364,24 @@ def refuse_in_data_parallelism(edits: Iterable[Edit], around: str, num_ranks: in
 
 def refuse_group_in_regions(known: dict[Hashable, str], insertion: Insertion, site: Site, region: str) -> None:
     """Raise PolicyError for a group with gradients in two regions; ``known``, by group, gets the first one."""
+    _refuse_in_several(known, insertion, site, region, "regions")
+
+
+def refuse_group_in_parts(known: dict[Hashable, str], insertion: Insertion, site: Site, frame: str) -> None:
+    """Raise PolicyError for a function of a group with values on both sides of a graph break."""
+    if isinstance(insertion.effect, ReplaceGroup):
+        _refuse_in_several(known, insertion, site, frame, "graphs")
+
+
+def _refuse_in_several(known: dict[Hashable, str], insertion: Insertion, site: Site, name: str, what: str) -> None:
     group = insertion.group
-    if group is None:
-        return
-    first = known.setdefault(group, region)
-    refuse(insertion, Context(site, elsewhere="" if first == region else f"the regions {first!r} and {region!r}"))
+    if group is not None:
+        first = known.setdefault(group, name)
+        refuse(insertion, Context(site, elsewhere="" if first == name else f"the {what} {first!r} and {name!r}"))
+
+
+def _of_values(at: Context) -> bool:
+    return at.site.traits.of_value
 
 
 def warnings_in_parts(

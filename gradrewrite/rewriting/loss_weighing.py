@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -128,9 +128,7 @@ def separate(plan: InsertionPlan, groups: Sequence[Group], losses: LossGradients
         texts = [f"{_named(group)}: the model returns one loss, and nothing is weighed" for group in groups]
         return SeparatedPlan(plan, notes=tuple(texts))
     rows, markers = losses.separate([point.node for point in targets], {point.marker for point in targets})
-    for group in groups:
-        for point in group.points:
-            refuse(group.insertion, Context(point.site, is_weighed_upstream=point.marker in markers))
+    _refuse_shared([*groups, *plan.groups], set(groups), markers)
     for point in plan.single:
         _refresh(point)
     number = losses.losses.number
@@ -176,6 +174,15 @@ def separate(plan: InsertionPlan, groups: Sequence[Group], losses: LossGradients
             "without it. Return the parts alone, or detach what is only to be seen"
         )
     return SeparatedPlan(replace(plan, single=single), [w for w in weighings if w.members], late, split, tuple(notes))
+
+
+def _refuse_shared(groups: Sequence[Group], weighing: Collection[Group], markers: Collection[fx.Node | None]) -> None:
+    """Raise PolicyError for a group at an error that is taken apart by losses."""
+    for group in groups:
+        for point in group.points:
+            if point.marker in markers:
+                weighs = group in weighing
+                refuse(group.insertion, Context(point.site, is_weighed_upstream=weighs, is_weighed_behind=not weighs))
 
 
 def _named(group: Group) -> str:

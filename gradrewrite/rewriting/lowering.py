@@ -170,7 +170,6 @@ def _check_same(first: tuple[InsertionPoint, Insertion], other: tuple[InsertionP
     if known.key != insertion.key:
         raise PolicyError(
             f"{at.site}: {insertion.action!r} and {known.action!r} at {point.site} are in one group "
-            f"{group_effect(known).group!r}, which has one bound, one norm type and one log; give one of them another "
-            "group",
+            f"{group_effect(known).group!r}, which has one action with one setting; give one of them another group",
             code="groups",
         )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import gradrewrite as gr
 import gradrewrite.passes as P
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.edits import Edit
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.pure
 
 DDP, FSDP = "DistributedDataParallel", "FSDP2 (fully_shard)"
 CLIP, AVERAGE, CHECK = P.ClipByGlobalNorm(1.0), P.AllReduce(), P.CheckFinite("skip")
+TOGETHER = gr.joint(lambda values: values)
 EXAMPLES, LOSSES = P.ClipPerExample(1.0), P.WeighLosses(P.UPGrad())
 
 
@@ -68,6 +70,12 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         "acts on several gradients together, and each iteration of this loop has one by itself",
         Context(site("error")),
     ),
+    "weighed_behind": (
+        TOGETHER,
+        Context(site("error"), is_weighed_behind=True),
+        "is given an error that several losses share, and WeighLosses takes the gradient of each loss apart there",
+        Context(site("error")),
+    ),
     "weighed_behind_a_loop": (
         P.ClipByNorm(1.0),
         Context(site("error"), is_in_loop=True, is_weighed_behind=True),
@@ -109,6 +117,12 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         Context(site(), is_part=True, has_states=True),
         "remembers norms of group 'default', and this graph computes only a part",
         Context(site(), is_part=True),
+    ),
+    "values_of_two_graphs": (
+        TOGETHER,
+        Context(site("error"), elsewhere="the regions 'a' and 'b'"),
+        "is called once in each graph, and its group 'default' has values of the regions 'a' and 'b'",
+        Context(site("error")),
     ),
     "two_graphs": (
         CLIP,

@@ -57,7 +57,7 @@ def test_changed_values() -> None:
 
 
 def test_two_actions_in_one_group() -> None:
-    with pytest.raises(PolicyError, match="one bound, one norm type and one log"):
+    with pytest.raises(PolicyError, match="one action with one setting"):
         _plan([P.ClipByGlobalNorm(1.0)], [P.ClipByGlobalNorm(2.0)])
 
 
@@ -65,7 +65,7 @@ class _Reversed:
     kinds: frozenset[Kind] = frozenset(("gradient",))
 
     def at(self, site: Site) -> Insertion:
-        return Insertion(self, ReplaceGroup("all", lambda tensors: tensors[::-1]), self.kinds)
+        return Insertion(self, ReplaceGroup("all", lambda _, tensors, __: tensors[::-1]), self.kinds)
 
 
 def _plan(*answers: list[Any], positions: dict[int, int] | None = None) -> InsertionPlan:
