@@ -1,4 +1,4 @@
-"""Values of other sites in an eager run, for functions that read them."""
+"""Values of other sites in an eager run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.values import ModuleCall
-from gradrewrite.policy.calls import nearest_sites
+from gradrewrite.policy.calls import filled, nearest_sites
 from gradrewrite.policy.insertions import Insertion, OtherValues, ReplaceGroup, ReplaceTensor
 from gradrewrite.sites import Pattern, Site
 
@@ -18,7 +18,7 @@ Calls = Sequence[ModuleCall]
 
 @dataclass
 class EagerReads:
-    """The values that functions may read: those of the forward at once, gradients as autograd computes them."""
+    """The values that functions may read, as they are computed."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)  # and buffers, as the forward found them
     _calls: dict[Site, Calls] = field(default_factory=dict)  # of every site
@@ -31,7 +31,7 @@ class EagerReads:
         return cls({name: tensor.detach().clone() for name, tensor in tensors})
 
     def expect(self, site: Site, calls: Calls = ()) -> None:
-        """Note a site, with the module calls around the op that made its value."""
+        """Note a site, with the module calls around its value."""
         if site.iteration is not None:
             calls = ((site.name.rpartition("/")[0], str(site.iteration), ""),)
         self._calls[site] = calls
@@ -41,10 +41,13 @@ class EagerReads:
         self._values[site] = value.detach()
 
     def arguments(self, insertion: Insertion, site: Site) -> list[Tensor]:
-        """Return the values that an action reads at a site; PolicyError for one that autograd computes later."""
+        """Return the values that an action reads at a site.
+
+        PolicyError for one that autograd computes later.
+        """
         reads = insertion.effect.reads if isinstance(insertion.effect, ReplaceTensor | ReplaceGroup) else ""
         patterns = reads.patterns if isinstance(reads, OtherValues) else ()
-        return [self._one(Pattern.parse(text), site) for _, text in patterns]
+        return [self._one(Pattern.parse(filled(text, site, self._calls[site])), site) for _, text in patterns]
 
     def _one(self, pattern: Pattern, site: Site) -> Tensor:
         if pattern.kind == "param":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradrewrite._utils.formatting import located_callable
 from gradrewrite.ir.values import ModuleCall
@@ -24,7 +24,7 @@ _NAMES = ("name", "module", "parent")  # in braces, in a pattern
 @explained
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tensor function with values of other sites as further arguments; made by ``call``."""
+    """A tensor function that is given other values; see ``call``."""
 
     function: Callable[..., Tensor]
     reads: tuple[tuple[str, str], ...]  # keyword, and pattern
@@ -36,12 +36,11 @@ class Call:
         return frozenset(("error", "gradient", "input"))
 
     def at(self, site: Site) -> Insertion:
-        """Return the insertion at a site, with the names of the other sites filled in."""
-        patterns = tuple((name, _filled(text, site)) for name, text in self.reads)
+        """Return the insertion at a site."""
         run = partial(_called, self.function, tuple(name for name, _ in self.reads))
-        effect = ReplaceTensor(run, OtherValues(patterns, self.takes_value))
+        effect = ReplaceTensor(run, OtherValues(self.reads, self.takes_value))
         # A region of equal structure has other names: a pattern with none of its own means other values there.
-        named = tuple((text, "" if "{" in text else site.module) for _, text in self.reads)
+        named = tuple("" if "{" in text else site.module for _, text in self.reads)
         return Insertion(self, effect, has_units=True, key=(Call, action_key(self.function), self.reads, named))
 
     def __repr__(self) -> str:
@@ -54,11 +53,15 @@ def _called(function: Callable[..., Tensor], names: tuple[str, ...], *tensors: T
     return function(*tensors[:first], **dict(zip(names, tensors[first:], strict=True)))
 
 
-def _filled(text: str, site: Site) -> str:
-    values = (site.name, site.module, site.module.rpartition(".")[0])
-    for name, value in zip(_NAMES, values, strict=True):
+def filled(text: str, site: Site, calls: Sequence[ModuleCall]) -> str:
+    """Fill the names of a site into a pattern; ``calls`` are the module calls around the op."""
+    around = [name for name, *_ in calls]
+    known = around[: around.index(site.module)] if site.module in around else [site.module.rpartition(".")[0]]
+    names = site.name, site.module, known[-1] if known else ""
+    for name, value in zip(_NAMES, names, strict=True):
+        text = text if value else text.replace(f"{{{name}}}.", "")  # the model itself
         text = text.replace(f"{{{name}}}", escape(value))
-    return text.replace(":.", ":")  # {parent} of a module at the top
+    return text
 
 
 def call(function: Callable[..., Tensor], *, reads: Mapping[str, str]) -> Call:
@@ -72,8 +75,8 @@ def call(function: Callable[..., Tensor], *, reads: Mapping[str, str]) -> Call:
             ``error``: behind the actions at that site. ``gradient`` and ``input``: before the actions there. These
             three exist when the function runs, and are in units of the unscaled loss. ``{name}``, ``{module}`` and
             ``{parent}`` are the name, the module and the module around the module of the site at which the function
-            acts. Without ``#n`` it is the value of the same call of the innermost module around both, and in a loop
-            that of the same iteration.
+            acts. Without ``#n`` it is the value of the same call of the innermost module around both, and in a rolled
+            loop that of the same iteration.
 
     Returns:
         A frozen action for ``error``, ``gradient`` and ``input`` sites.
@@ -95,7 +98,10 @@ def call(function: Callable[..., Tensor], *, reads: Mapping[str, str]) -> Call:
 
 
 def check_reads(function: Callable[..., Any], reads: Mapping[str, str]) -> bool:
-    """Check a function and the patterns of its keywords; return whether it takes two tensors before them."""
+    """Check a function and its patterns; return whether it takes a value.
+
+    That is the second of two tensors before the keywords: what the gradient is of.
+    """
     if not isinstance(reads, Mapping) or not reads or not all(isinstance(text, str) for text in reads.values()):
         raise ValueError(f"reads has a pattern for each keyword of the function, got {reads!r}")
     for name, text in reads.items():
@@ -114,40 +120,42 @@ def _without_names(name: str, text: str) -> str:
 
 
 def _takes_value(function: Callable[..., Any], reads: Mapping[str, str]) -> bool:
-    """Return whether a function takes two tensors before those that it reads; TypeError for another signature."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        given = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except ValueError:  # a built-in function
         return False
+    parameters = list(given.parameters.values())
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     unknown = [name for name in reads if name not in named and not takes_any]
     needed = [p for p in parameters if p.default is p.empty and p.name not in reads]
-    positional = [p.name for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     left = [p.name for p in needed if p.kind is p.KEYWORD_ONLY]
     if unknown or left:
         what = f"no keyword {unknown[0]!r}, which reads has" if unknown else f"a keyword {left[0]!r}, which reads lacks"
         raise TypeError(f"{located_callable(function)} has {what}")
-    if len(positional) > 2:
+    positional = [p.name for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    first = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL][: len(positional)]
+    takes_some = positional or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(positional) > 2 or not takes_some or first != positional:
         raise TypeError(
-            f"{located_callable(function)} takes {', '.join(positional)}; before the keywords in reads it "
+            f"{located_callable(function)} takes ({', '.join(given.parameters)}); before the keywords in reads it "
             "takes the gradient, or the gradient and what it is of"
         )
     return len(positional) == 2
 
 
 def read_patterns(action: Any) -> list[Pattern]:
-    """Return the patterns of an action's reads, with ``*`` for names in braces."""
+    """Return what an action reads, with ``*`` for names."""
     reads = action.reads if isinstance(action, Call) else ()
-    return [Pattern.parse(re.sub(r"\{\w+\}", "*", text)) for _, text in reads]
+    return [Pattern.parse(re.sub(r"\{\w+\}\.?", "*", text)) for _, text in reads]
 
 
 def nearest_sites(
     site: Site, calls: Sequence[ModuleCall], others: Sequence[tuple[Site, Sequence[ModuleCall]]]
 ) -> list[int]:
-    """Return the positions of those sites that share most of the module calls around them with a site.
+    """Return the positions of the sites nearest to a site.
 
-    Of these, one of the same name and call stands for itself.
+    They share most of the module calls around both with it; of these, one of the same name and call stands for itself.
     """
 
     def shared(other: Sequence[ModuleCall]) -> int:

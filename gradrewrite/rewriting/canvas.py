@@ -104,14 +104,12 @@ class Canvas:
         tag = "is_forward" if point.site.traits.in_forward else tag
         return editing.splice(traced.graph, self.graph, nodes, point.before if before is None else before, tag)
 
-    def let_read(
-        self, points: Sequence[InsertionPoint], inputs: Inputs, where: str = "", *, is_repeated: bool = False
-    ) -> None:
-        """Let actions read the values of these points, and these parameters and buffers."""
-        self.others = OtherSites(points, inputs, self.current, self.scale_on, where, is_repeated=is_repeated)
+    def let_read(self, points: Sequence[InsertionPoint], inputs: Inputs, where: str = "", **facts: bool) -> None:
+        """Let actions read these points and inputs; see ``OtherSites``."""
+        self.others = OtherSites(points, inputs, self.current, self.scale_on, where, **facts)
 
     def other_values(self, insertion: Insertion, reads: OtherValues, point: InsertionPoint) -> list[Read]:
-        """Return the values that an action reads at a point, with their layouts."""
+        """Return what an action reads, with layouts."""
         if self.others is None:
             text = f"{point.site}: {describe(insertion.action)}: functions at step sites read no other values"
             raise PolicyError(text, code="reads")

@@ -116,8 +116,6 @@ def _insert_at_backwards(rewrite: _Rewrite) -> None:
 
 def _find(rewrite: _Rewrite) -> None:
     rewrite.found = find_insertion_points(rewrite.marked)
-    where = "" if rewrite.marked.is_whole else " in this graph, which is a part of the model"
-    rewrite.canvas.let_read(rewrite.found.points, rewrite.marked.inputs_by_node(), where)
 
 
 def _ask(rewrite: _Rewrite) -> None:
@@ -150,8 +148,10 @@ def _separate(rewrite: _Rewrite) -> None:
     rewrite.anchors = anchors_of(separated.first_points(rewrite.points)) | rewrite.loops.anchors
     rewrite.anchors |= rewrite.backwards.anchors
     rewrite.notes[:0] = separated.notes
-    if canvas.others is not None:
-        canvas.others.has_losses = bool(separated.weighings)
+    marked = rewrite.marked
+    where = "" if marked.is_whole else " in this graph, which is a part of the model"
+    where += " outside of its loops" * bool(marked.loops)
+    canvas.let_read(rewrite.points, marked.inputs_by_node(), where, has_losses=bool(separated.weighings))
 
 
 def _insert_singles(rewrite: _Rewrite) -> None:

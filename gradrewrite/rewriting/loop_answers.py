@@ -122,7 +122,10 @@ def classes_of(loop: Loop, answers: Answers, name: str, kind: Kind, measured: Me
 
 
 def points_in(loop: Loop, markers: Sequence[Mapping[int, fx.Node]], iteration: int) -> list[InsertionPoint]:
-    """Return the points of the values of an iteration; ``markers`` by kind, and by the number of the value."""
+    """Return the points of the values of an iteration.
+
+    ``markers`` are by kind, and by the number of the value.
+    """
     points = []
     for kind, own in zip(KINDS, markers, strict=True):
         for name, number in loop.numbers.items():

@@ -13,7 +13,7 @@ from gradrewrite.errors import PolicyError
 from gradrewrite.ir import editing
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.policy.actions import describe
-from gradrewrite.policy.calls import nearest_sites
+from gradrewrite.policy.calls import filled, nearest_sites
 from gradrewrite.policy.insertions import Insertion, OtherValues
 from gradrewrite.rewriting.action_tracing import unscale
 from gradrewrite.rewriting.forward_values import ForwardValues
@@ -25,9 +25,10 @@ Read = tuple[fx.Node, Layout | None]
 
 
 class OtherSites:
-    """The values of a graph that functions may read, by the patterns of their sites.
+    """The values of a graph, for functions to read.
 
-    ``where`` says in a message which values those are; ``is_repeated``: the graph runs for several iterations.
+    ``where`` says in a message which values those are; ``is_repeated``: the graph runs for several iterations;
+    ``has_losses``: its gradients are those of each loss.
     """
 
     def __init__(
@@ -39,19 +40,24 @@ class OtherSites:
         where: str = "",
         *,
         is_repeated: bool = False,
+        has_losses: bool = False,
     ) -> None:
         self._points, self._inputs, self._where = points, inputs, where
         self._current, self._scale_on, self._is_repeated = current, scale_on, is_repeated
         self._gradients = {point: point.node for point in points if point.output is not None}  # before any action
         self._copies: dict[fx.Node, fx.Node] = {}  # of buffers
-        self.has_losses = False  # gradients are those of each loss
+        self._has_losses = has_losses
 
     def read(
         self, insertion: Insertion, reads: OtherValues, point: InsertionPoint, forward: ForwardValues
     ) -> list[Read]:
-        """Return the nodes of the values that an action reads at a point; PolicyError where there is none."""
+        """Return the nodes that an action reads at a point.
+
+        PolicyError for a pattern that means no value, or several.
+        """
         begin = f"{point.site}: {describe(insertion.action)}"
-        return [self._one(text, f"{begin}: reads[{name!r}]", point, forward) for name, text in reads.patterns]
+        texts = ((name, filled(text, point.site, point.calls)) for name, text in reads.patterns)
+        return [self._one(text, f"{begin}: reads[{name!r}]", point, forward) for name, text in texts]
 
     def _one(self, text: str, begin: str, point: InsertionPoint, forward: ForwardValues) -> Read:
         if Pattern.parse(text).kind == "param":
@@ -59,14 +65,11 @@ class OtherSites:
         other = self._find(text, begin, point)
         if other.site.traits.in_forward:
             return forward.for_backward(other.node), other.layout
-        if self.has_losses:
+        if self._has_losses:
             raise _refused(begin, f"{other.site} is read where WeighLosses takes the gradients of the losses apart")
-        if other in self._gradients:
-            node = self._gradients[other]
-        else:
-            node = self._current(other.node if other.marker is None else other.marker)
-            if not node < point.before:
-                self._wait_for(node, point, other.site, begin)
+        node = self._gradients.get(other) or self._current(other.marker or other.node)
+        if not node < point.before:
+            self._wait_for(node, point, other.site, begin)
         return self._unscaled(node, other.site, point), other.layout
 
     def _find(self, text: str, begin: str, point: InsertionPoint) -> InsertionPoint:
@@ -94,7 +97,7 @@ class OtherSites:
         found = [node for node, site in sites.items() if pattern.matches(site)]
         if len(found) != 1:
             several = listed([str(sites[node]) for node in found])
-            none = f"no site matches {self._without(text, list(map(str, sites.values())))}"
+            none = f"the forward reads no {self._without(text, list(map(str, sites.values())))}"
             raise _refused(begin, f"several sites match, {several}; name one" if found else none)
         (node,) = found
         one, layout = self._inputs[node]
@@ -105,9 +108,9 @@ class OtherSites:
         return self._copies[node], layout
 
     def _wait_for(self, node: fx.Node, point: InsertionPoint, site: Site, begin: str) -> None:
-        """Move a point behind a node; PolicyError for one that is computed from its value."""
+        """Move a point behind a node; PolicyError for a circle."""
         if editing.first_reached([point.before], {node}) is not None:
-            raise _refused(begin, f"{site} is computed from {point.site}, and does not exist yet")
+            raise _refused(begin, f"{site} is computed from {point.site}, and does not exist yet{self._where}")
         editing.move_behind(point.before, node)
 
     def _unscaled(self, node: fx.Node, site: Site, point: InsertionPoint) -> fx.Node:

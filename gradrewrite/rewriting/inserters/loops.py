@@ -210,7 +210,7 @@ class _Insertion:
         return before if point.node is before else self._where(own, point.node, before, point.before)
 
     def _let_read(self, own: IterationClass) -> None:
-        """Let actions read the values of the same iteration, and the parameters and buffers that the body is given."""
+        """Let actions read values of the same iteration."""
         if any(insertion.reads_others for insertion in own.insertions):
             points = points_in(self._loop, self._markers, own.iterations.spans[0][0])
             pairs = zip(self._given, self._body.graph.find_nodes(op="placeholder"), strict=False)

@@ -230,7 +230,7 @@ def test_a_callback_returns_a_call() -> None:
     ("reads", "words"),
     [
         ({"other": "activation:rigth"}, "no site matches activation:rigth; nearest: activation:right"),
-        ({"other": "param:right.wieght"}, "no site matches param:right.wieght; nearest: param:right.weight"),
+        ({"other": "param:right.wieght"}, "the forward reads no param:right.wieght; nearest: param:right.weight"),
         ({"other": "activation:*t"}, "several sites match, activation:left, activation:right; name one"),
     ],
 )

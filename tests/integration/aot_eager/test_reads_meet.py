@@ -240,6 +240,93 @@ def test_a_record_and_a_state_of_a_function_that_reads() -> None:
     assert latest["of@error:head"] == pytest.approx(latest["mean_abs@activation:layers.1.2"])
 
 
+class Shared(nn.Module):
+    """Two experts with one layer in common."""
+
+    class Expert(nn.Module):
+        def __init__(self, up: nn.Module) -> None:
+            super().__init__()
+            self.up, self.router = up, nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.up(x) * self.router(x).sigmoid()
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        up = nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = self.Expert(up), self.Expert(up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)).square().sum()
+
+
+def test_the_module_around_a_call_of_a_shared_module() -> None:
+    plain = made(Shared())
+    module, found = copy.deepcopy(plain), list[dict[str, Tensor]]()
+    for expert in (plain.a, plain.b):
+        expert.router.register_forward_hook(lambda _, __, out: found[-1].update(router=out.detach()))
+
+    def act(_: Any, __: Any, out: Tensor) -> None:
+        own: dict[str, Tensor] = {}
+        found.append(own)
+        out.register_hook(lambda g: g * own["router"])
+
+    plain.a.up.register_forward_hook(act)
+    rule = gr.on("error:*.up", lambda g, *, of: g * of, reads={"of": "activation:{parent}.router"})
+    assert_same(gradients(gr.transform(module, rule), module, rows(5)), gradients(plain, plain, rows(5)))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("unread", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return self.left(h).square().sum() + self.right(h).exp().mean()
+
+
+@pytest.mark.parametrize("of", ["gradient:left.weight", "gradient:body.weight", "input:x"])
+def test_a_gradient_that_is_computed_from_the_error_is_refused(of: str) -> None:
+    model = gr.transform(made(Pair()), gr.on("error:left", by_mean, reads={"of": of}))
+    with pytest.raises(gr.PolicyError, match=f"{of} is computed from error:left, and does not exist yet"):
+        model(rows(5).requires_grad_())
+
+
+@pytest.mark.parametrize(("at", "of"), [("left", "right"), ("right", "left")])
+def test_an_error_waits_for_a_gradient(at: str, of: str) -> None:
+    plain = made(Pair())
+    module = copy.deepcopy(plain)
+    gr.transform(module, gr.on(f"error:{at}", by_mean, reads={"of": f"gradient:{of}.weight"}))(rows(5)).backward()
+    plain(rows(5)).backward()
+    wanted = getattr(plain, at).weight.grad * getattr(plain, of).weight.grad.sin().mean()
+    assert_same([getattr(module, at).weight.grad], [wanted])
+
+
+def test_names_at_the_top_are_left_out() -> None:
+    found = []
+    for of in ("error:{parent}.body->{parent}.right", "error:body->right"):
+        module = made(Pair())
+        found.append(gradients(gr.transform(module, gr.on("error:left", by_mean, reads={"of": of})), module, rows(5)))
+    assert_same(*found)
+
+
+def test_what_the_forward_does_not_read() -> None:
+    model = gr.transform(made(Pair()), gr.on("error:left", by_mean, reads={"of": "param:unread"}))
+    with pytest.raises(gr.PolicyError, match="the forward reads no param:unread"):
+        model(rows(5))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda of, g: g, lambda g, of, x: g, lambda *, of: of, lambda a, b, c, *, of: a], ids=range(4)
+)
+def test_signatures(function: Any) -> None:
+    with pytest.raises(TypeError, match="before the keywords in reads it takes the gradient"):
+        gr.call(function, reads={"of": "activation:left"})
+
+
 @pytest.mark.inductor
 def test_compiled_beside_loops() -> None:
     found = []
