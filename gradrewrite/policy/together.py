@@ -81,7 +81,7 @@ def joint(
     act_at: str | None = None,
     group: str = "default",
 ) -> Joint:
-    """Make an action of one function for the values of all sites that are answered with it.
+    """Make an action of one function for several sites.
 
     Args:
         function: ``f(values, *, name, ...) -> values``. ``values`` has the tensors of all sites of the group by their
@@ -140,7 +140,7 @@ def together(
     act_at: str | None = None,
     group: str = "default",
 ) -> Rule:
-    """Make the policy that calls one function with the values of all sites of a pattern.
+    """Make the policy that calls one function for several sites.
 
     Args:
         pattern: ``[kind:]glob[#call]``, as for ``gr.on``.

@@ -50,7 +50,7 @@ class Recipe(nn.Module):
 
 @pytest.mark.parametrize("number", range(len(RECIPES)))
 def test_recipes(number: int) -> None:
-    rule, found = eval(RECIPES[number], {"gr": gr, "torch": torch}), []
+    rule, found = eval(RECIPES[number], {"gr": gr, "torch": torch}), list[Tensor]()
     policies: list[Any] = [[], rule]
     for policy in policies:
         torch.manual_seed(1)

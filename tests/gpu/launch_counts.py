@@ -19,6 +19,7 @@ from models.gpt import Gpt, batch
 
 DTYPES = ("float32", "bfloat16")
 WIDTH = 256
+LAYERS = 4
 
 
 class Mlp(nn.Module):
@@ -93,3 +94,22 @@ def added(name: str, dtype: str, policy: str) -> int:
     """Launches and other operations on the device that a policy adds."""
     plain, ours = step(name, dtype, None), step(name, dtype, policy)
     return ours.launches + ours.operations - plain.launches - plain.operations
+
+
+def launches_of_layers(policy: Any) -> int:
+    """Return the launches and other operations of a step of a GPT with ``LAYERS`` layers, after another one."""
+    from gpu.device import simulated_gpu  # imports triton
+
+    with simulated_gpu(90) as gpu:
+        with torch.device("cuda"):
+            model, args = Gpt(LAYERS, WIDTH, vocabulary=1000, context=128), batch(8, 128, 1000, "cuda")
+        if policy is None:
+            model.compile()
+        else:
+            model = gr.transform(model, policy).compile()
+        for _ in range(2):
+            model.zero_grad()
+            begin = gpu.count()
+            model(*args).backward()
+        found = gpu.count() - begin
+        return found.launches + found.operations

@@ -190,6 +190,12 @@ def by_later(g: Tensor, *, of: Tensor, error: Tensor) -> Tensor:
     return g / (1 + of.abs().mean()) + 0.1 * error.mean()
 
 
+def alike(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    norms = torch.stack([g.norm() for g in gradients.values()])
+    gr.record("largest", norms.amax())
+    return {name: g * (norms.mean() / (1 + g.norm())) for name, g in gradients.items() if g.dim() > 1}
+
+
 def smooth() -> Callable[[Tensor], Tensor]:
     mean = gr.State((), 1.0, torch.float64, name="mean")
 
@@ -226,7 +232,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
         "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay",
         "Scale(0.5)", "AdaptiveClip(0.01)", "AutoClip(50.0, group='auto')", "ZClip(0.5, group='z')", "smooth()",
         "clip_to_percentile", "Observe('max_abs')", "Zero()", *2 * ("CheckFinite('skip')",),
-        "call(by_mean, reads={'of': 'param:{name}'})",
+        "call(by_mean, reads={'of': 'param:{name}'})", *2 * ("joint(alike, group='alike')",),
     ),
     "activation": ("Observe('norm')", "CheckFinite('record')"),
     "saved": ("Recompute()", "Store('float32')"),
@@ -258,7 +264,7 @@ WHOLE = ("op by op", "dynamic")
 # Layers whose examples do not mix.
 SEPARATE = ("Linear", "Inplace", "Twice", "Residual", "Convolution", "Branches", "Loop", "Counted")
 RECURRENT = ("LSTM", "GRU", "RNN")
-GROUPS = ("ClipByGlobalNorm", "AutoClip", "ZClip")
+GROUPS = ("ClipByGlobalNorm", "AutoClip", "ZClip", "joint")
 LAST = ("WeighLosses", "ClipPerExample")  # of the actions at single sites of their group
 
 
@@ -346,11 +352,13 @@ class Composition:
     def policy(self, step: int | None = None) -> list[gr.Rule]:
         """Make the policy anew; with the bounds of one step in place of schedules, if one is given."""
         bound = gr.Schedule(falling) if step is None else falling(step)
-        functions = (gr.call, by_mean, by_later, clip_to_mean, clip_to_percentile, decay, smooth, equalize, copied)
+        functions = (by_mean, by_later, alike, clip_to_mean, clip_to_percentile, decay, smooth, equalize, copied)
         names = {
             **{name: getattr(passes, name) for name in passes.__all__},
             **{function.__name__: function for function in functions},
             "falling": bound,
+            "call": gr.call,
+            "joint": gr.joint,
         }
         return [gr.on(f"{kind}:{pattern}", eval(action, names)) for kind, pattern, action in self.rules]
 
@@ -388,7 +396,7 @@ def _is_wanted(rule: tuple[str, str, str], way: str, loop: str) -> bool:
     """Leave out what is refused, or warned of, for a reason."""
     kind, _, action = rule
     if kind == "gradient" and action.startswith(GROUPS):  # acts on each backward by itself
-        return way not in ("regions", "methods") and loop != "retained"
+        return way not in ("regions", "methods", *["parts"] * action.startswith("joint")) and loop != "retained"
     if action == LATER:
         return way in WHOLE
     if action == "KeepZeros()":
