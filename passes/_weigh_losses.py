@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, get_args, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.errors import CallbackError
 from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
-from gradrewrite.policy.actions import takes_value
-from gradrewrite.policy.insertions import Insertion, WeighLossGradients
+from gradrewrite.policy.actions import num_required
+from gradrewrite.policy.insertions import Insertion, LossStatistic, WeighLossGradients
 from gradrewrite.policy.recording import record_all
 from gradrewrite.sites import Kind, Site
 
@@ -50,14 +51,21 @@ class WeighLosses:
     a loss makes all weights NaN, and so all gradients of the group.
 
     Attributes:
-        weighting: ``PCGrad()``, ``UPGrad()``, ``MGDA()``, ``CAGrad()``, ``AlignedMTL()``, or a function of torch
+        weighting: ``PCGrad()``, ``UPGrad()``, ``MGDA()``, ``CAGrad()``, ``AlignedMTL()``; or a function of torch
             operations: of the inner products of the gradients, ``[K, K]``, float64, and, with a second required
-            parameter, of the losses ``[K]``, float64. It returns the weights ``[K]``, may remember values in a
-            ``gr.State``, and is traced once.
+            parameter, of the losses ``[K]``, float64, then of each of ``statistics``. It returns the weights ``[K]``,
+            may remember values in a ``gr.State``, and is traced once. Or constant weights: ``K`` numbers, or a tensor
+            ``[K]``, which is read at every backward; under data parallelism only these are allowed.
+        statistics: Figures of the gradient of each loss that a function is given, ``[K]``, float64: ``"max_abs"``, the
+            largest absolute value, and ``"mean_abs"``, the mean one, over all elements that the inner products are
+            over; 0 where the loss does not reach them.
+        everywhere: Whether gradients of the group that a single loss reaches are multiplied by its weight too, as if
+            the losses were weighed. The inner products and statistics stay those of shared gradients, if there are any.
         group: Sites of one group are weighed together.
 
     Raises:
-        TypeError: ``weighting`` is neither.
+        TypeError: ``weighting`` is neither, or a function takes another number of arguments.
+        ValueError: A statistic is unknown.
         PolicyError: (at the rewrite) The model returns no losses; a part of the model is in another graph; gradients
             are DTensors, on several devices, or averaged later by others; an op of the shared backward cannot run once
             for each loss; a group is at several error sites.
@@ -68,39 +76,72 @@ class WeighLosses:
         WeighLosses(<lambda>, group='trunk')
     """
 
-    weighting: LossWeighting | Callable[..., Tensor]
+    weighting: LossWeighting | Callable[..., Tensor] | Sequence[float] | Tensor
     _: KW_ONLY
+    statistics: tuple[LossStatistic, ...] = ()
+    everywhere: bool = False
     group: Hashable = "default"
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient", "error"))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weighting, LossWeighting) and not callable(self.weighting):
-            raise TypeError(
-                "WeighLosses: weighting is UPGrad(), PCGrad(), MGDA(), CAGrad(), AlignedMTL() or a function of the "
-                f"Gram matrix [K, K], got {self.weighting!r}"
-            )
         if isinstance(self.weighting, type):
             raise TypeError(
                 f"WeighLosses: got the class {self.weighting.__name__}; a weighting is a value, as in "
                 f"{self.weighting.__name__}()"
             )
+        if not (isinstance(self.weighting, LossWeighting) or callable(self.weighting) or self._is_constant):
+            raise TypeError(
+                "WeighLosses: weighting is UPGrad(), PCGrad(), MGDA(), CAGrad(), AlignedMTL(), a function of the Gram "
+                f"matrix [K, K], or K numbers, got {self.weighting!r}"
+            )
+        unknown = [name for name in self.statistics if name not in get_args(LossStatistic)]
+        if isinstance(self.statistics, str) or unknown:
+            known = ", ".join(map(repr, get_args(LossStatistic)))
+            raise ValueError(f"WeighLosses: statistics is a tuple of {known}, got {self.statistics!r}")
+        object.__setattr__(self, "statistics", tuple(self.statistics))
+        needed, count = num_required(self.function), len(self.statistics)
+        if count and needed not in (None, 1 + count, 2 + count):
+            raise TypeError(
+                f"WeighLosses: with statistics={self.statistics!r} the function takes (gramian, "
+                f"{', '.join(self.statistics)}) or (gramian, losses, {', '.join(self.statistics)}); it takes {needed} "
+                "arguments"
+            )
+
+    @property
+    def _is_constant(self) -> bool:
+        if isinstance(self.weighting, Tensor):
+            return self.weighting.dim() == 1 and not self.weighting.is_complex()
+        numbers = self.weighting if isinstance(self.weighting, tuple | list) else ()
+        return len(numbers) > 0 and all(isinstance(number, float | int) for number in numbers)
 
     def __repr__(self) -> str:
         """As the call that makes it."""
         given = self.weighting
-        weighting = repr(given) if isinstance(given, LossWeighting) else describe_callable(given)
-        return f"WeighLosses({weighting}{'' if self.group == 'default' else f', group={self.group!r}'})"
+        weighting = describe_callable(given) if callable(given) and not self._is_constant else repr(given)
+        further = f", statistics={self.statistics!r}" if self.statistics else ""
+        further += ", everywhere=True" if self.everywhere else ""
+        return f"WeighLosses({weighting}{further}{'' if self.group == 'default' else f', group={self.group!r}'})"
 
     @property
     def function(self) -> Callable[..., Tensor]:
         """The function of the Gram matrix."""
-        return self.weighting.weights if isinstance(self.weighting, LossWeighting) else self.weighting
+        if self._is_constant:
+            return self._constant
+        if isinstance(self.weighting, LossWeighting):
+            return self.weighting.weights
+        assert callable(self.weighting)
+        return self.weighting
+
+    def _constant(self, gramian: Tensor) -> Tensor:
+        given = self.weighting
+        return given if isinstance(given, Tensor) else torch.tensor(given, dtype=gramian.dtype, device=gramian.device)
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""
-        effect = WeighLossGradients(self.group, self.apply_group, self.function, takes_value(self.function))
-        return Insertion(self, effect, self.kinds, has_units=True)
+        reads_losses = num_required(self.function) == 2 + len(self.statistics)
+        given = self.group, self.apply_group, self.function, reads_losses, self.statistics, self.everywhere
+        return Insertion(self, WeighLossGradients(*given, self._is_constant), self.kinds, has_units=True)
 
     def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the weights ``[K]`` of the losses, and record them; see ``policy.insertions.WeighLossGradients``."""

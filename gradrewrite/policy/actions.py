@@ -65,10 +65,10 @@ def insertion_at(action: Any, site: Site) -> Insertion:
 
 def takes_value(function: Callable[..., Any]) -> bool:
     """Return whether a function has two required parameters: the gradient, and the value that it is the gradient of."""
-    return _num_required(function) == 2
+    return num_required(function) == 2
 
 
-def _num_required(function: Callable[..., Any]) -> int | None:
+def num_required(function: Callable[..., Any]) -> int | None:
     """Return how many arguments a function needs, 1 if it takes any number; None where it has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -113,7 +113,7 @@ def _check_function(function: Callable[..., Any], where: str) -> None:
     kind = next((kind for test, kind in _OTHER_FUNCTIONS if test(function)), None)
     if kind is not None:
         raise PolicyError(f"{where}: {describe(function)} is {kind}; a tensor function returns a tensor")
-    required = _num_required(function)
+    required = num_required(function)
     if required is not None and required not in (1, 2):
         raise PolicyError(
             f"{where}: {describe(function)} takes {required} arguments; a tensor function takes the gradient, or the "

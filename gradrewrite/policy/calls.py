@@ -145,7 +145,7 @@ def _takes_value(function: Callable[..., Any], reads: Mapping[str, str]) -> bool
 
 
 def read_patterns(action: Any) -> list[Pattern]:
-    """Return what an action reads, with ``*`` for names."""
+    """Return the patterns of an action's reads."""
     reads = action.reads if isinstance(action, Call) else ()
     return [Pattern.parse(re.sub(r"\{\w+\}\.?", "*", text)) for _, text in reads]
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ExampleQuantity: TypeAlias = Literal["square_norms", "second_moment"]
 LossReduction: TypeAlias = Literal["mean", "sum"]
+LossStatistic: TypeAlias = Literal["max_abs", "mean_abs"]
 JudgedFigure: TypeAlias = Literal["total_norm", "loss"]
 
 BACKWARD = kinds_with(lambda traits: traits.has_units)
@@ -152,14 +153,17 @@ class WeighExampleGradients:
 class WeighLossGradients:
     """The weighted sum of the gradients of each loss, in the place of their sum.
 
-    ``run`` is given the inner products of the gradients, ``[K, K]``, and the losses, ``[K]``, if ``reads_losses``, all
-    float64, in a list, and returns the weights ``[K]`` so.
+    ``run`` is given the inner products of the gradients, ``[K, K]``, the losses, ``[K]``, if ``reads_losses``, and each
+    of ``statistics``, ``[K]``, all float64, in a list, and returns the weights ``[K]`` so.
     """
 
     group: Hashable
     run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     function: Callable[..., Tensor]  # of the inner products: the user's, or a weighting's method
     reads_losses: bool
+    statistics: tuple[LossStatistic, ...] = ()  # of the gradient of each loss
+    everywhere: bool = False  # gradients that one loss reaches are multiplied by its weight
+    is_constant: bool = False  # the weights do not depend on the gradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,6 +55,11 @@ def _weighs(insertion: Insertion) -> bool:
     return isinstance(insertion.effect, WeighLossGradients)
 
 
+def _weighs_by_gradients(insertion: Insertion) -> bool:
+    """Whether each process would have weights of its own."""
+    return isinstance(insertion.effect, WeighLossGradients) and not insertion.effect.is_constant
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """The surroundings of an action."""
@@ -174,7 +179,7 @@ REFUSALS = (
         "losses",
     ),
     Limit(
-        lambda insertion, at: _weighs(insertion) and bool(at.around),
+        lambda insertion, at: _weighs_by_gradients(insertion) and bool(at.around),
         "{action} at {at.site} under {at.around} with {at.num_ranks} processes: each process would weigh by the "
         "gradients of its own examples, with weights of its own. Let the graph average the gradient of each loss "
         'instead, without {at.around}: gr.on("gradient:*", gr.passes.AllReduce()) first, WeighLosses at gradient sites '
@@ -223,7 +228,9 @@ REFUSALS = (
     Limit(
         # A clip of examples acts on the gradients of a process's own examples, before any average.
         lambda insertion, at: (
-            insertion.group is not None and bool(at.around) and not at.is_averaged and not needs_examples(insertion)
+            insertion.group is not None
+            and bool(at.around)
+            and not (at.is_averaged or needs_examples(insertion) or _weighs(insertion))
         ),
         "{action} at gradient sites under {at.around} with {at.num_ranks} processes: each process would clip its own "
         "gradients, before they are reduced, and not the gradients that the optimizer uses. Clip those, at step sites: "
@@ -240,7 +247,7 @@ REFUSALS = (
         "losses",
     ),
     Limit(
-        lambda insertion, at: bool(at.later_average),
+        lambda insertion, at: bool(at.later_average) and _weighs_by_gradients(insertion),
         "{at.site}: {action} comes before {at.later_average}, so that each process would weigh by the gradients of its "
         "own examples, with weights of its own. Weigh at gradient sites, behind the average: list AllReduce first; the "
         "gradient of each loss is then averaged",

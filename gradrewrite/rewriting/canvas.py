@@ -109,7 +109,7 @@ class Canvas:
         self.others = OtherSites(points, inputs, self.current, self.scale_on, where, **facts)
 
     def other_values(self, insertion: Insertion, reads: OtherValues, point: InsertionPoint) -> list[Read]:
-        """Return what an action reads, with layouts."""
+        """Return the other values of an action, with layouts."""
         if self.others is None:
             text = f"{point.site}: {describe(insertion.action)}: functions at step sites read no other values"
             raise PolicyError(text, code="reads")

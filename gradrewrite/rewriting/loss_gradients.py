@@ -16,7 +16,7 @@ from gradrewrite.ir import editing, markers
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import value_of
 from gradrewrite.numerics.gramian import gramian
-from gradrewrite.policy.insertions import Insertion
+from gradrewrite.policy.insertions import Insertion, LossStatistic
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.forward_values import ForwardValues
 from gradrewrite.sites import Site
@@ -318,6 +318,26 @@ class LossGradients:
         self._new += new
         return result
 
+    def statistics(
+        self, rows: Sequence[Rows], names: Sequence[LossStatistic], scale: Tensor | None, before: fx.Node
+    ) -> list[fx.Node]:
+        """Insert statistics ``[K]`` of gradients, float64, in units of the unscaled losses."""
+        nodes, number = [node for own in rows for node in own.values()], self.losses.number
+        losses = [k for own in rows for k in own]
+        places = [n for n, own in enumerate(rows) for _ in own]
+
+        def run(*gradients: Tensor) -> list[Tensor]:
+            first = {place: g for place, g in zip(reversed(places), reversed(gradients), strict=True)}
+            count = sum(g.numel() for g in first.values())
+            of_loss = [[g.abs() for g, k in zip(gradients, losses, strict=True) if k == loss] for loss in range(number)]
+            found = [_statistic_of(name, of_loss, count, gradients[0].device) for name in names]
+            return [f if scale is None else f / scale.to(f.device, torch.float64) for f in found]
+
+        tag = "is_backward" if scale is None else "must_be_in_backward"
+        results, new = editing.compute(self._graph, run, nodes, before, tag)
+        self._new += new
+        return results
+
     def values(self, forward: ForwardValues, before: fx.Node) -> fx.Node:
         """Insert the losses ``[K]``, as the forward has computed them, float64."""
         returned = aot_autograd.outputs_by_tangent(self._graph)
@@ -331,6 +351,21 @@ class LossGradients:
         (result,), new = editing.compute(self._graph, run, nodes, before)
         self._new += new
         return result
+
+
+def _statistic_of(
+    name: LossStatistic, of_loss: Sequence[Sequence[Tensor]], count: int | torch.SymInt, device: torch.device
+) -> Tensor:
+    """Return a statistic of the absolute values of each loss, ``[K]``."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    found = []
+    for tensors in of_loss:
+        if name == "max_abs":
+            parts = [zero, *(t.amax().to(torch.float64) for t in tensors if 0 not in t.shape)]
+            found.append(torch.stack(parts).amax())
+        else:
+            found.append(sum((t.sum(dtype=torch.float64) for t in tensors), zero) / count)
+    return torch.stack(found)
 
 
 def weighted_sum(first: Tensor, *others: Tensor) -> Tensor:

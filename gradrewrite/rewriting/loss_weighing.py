@@ -132,12 +132,14 @@ def separate(plan: InsertionPlan, groups: Sequence[Group], losses: LossGradients
     for point in plan.single:
         _refresh(point)
     number = losses.losses.number
+    everywhere = {point for group in groups if _is_everywhere(group) for point in group.points}
     members = {
         point: {k: _point_of(point, LossOf(k, number), node) for k, node in own.items()}
         for point, own in zip(targets, rows, strict=True)
-        if len(own) > 1
+        if len(own) > 1 or (own and point in everywhere)
     }
-    alone = {point: k for point, own in zip(targets, rows, strict=True) for k in own if len(own) == 1}
+    left = [(point, own) for point, own in zip(targets, rows, strict=True) if point not in members]
+    alone = {point: k for point, own in left for k in own}
     for point, k in alone.items():
         point.records_of = LossOf(k, number)
     split = {
@@ -174,6 +176,10 @@ def separate(plan: InsertionPlan, groups: Sequence[Group], losses: LossGradients
             "without it. Return the parts alone, or detach what is only to be seen"
         )
     return SeparatedPlan(replace(plan, single=single), [w for w in weighings if w.members], late, split, tuple(notes))
+
+
+def _is_everywhere(group: Group) -> bool:
+    return isinstance(group.effect, WeighLossGradients) and group.effect.everywhere
 
 
 def _refuse_shared(groups: Sequence[Group], weighing: Collection[Group], markers: Collection[fx.Node | None]) -> None:

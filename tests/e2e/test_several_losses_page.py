@@ -28,7 +28,7 @@ def page() -> dict[str, Any]:
 
 
 def test_the_page_has_the_code() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
 @pytest.mark.sample(6)

@@ -34,8 +34,13 @@ def weigh_losses(canvas: Canvas, weighing: Weighing) -> dict[int, fx.Node]:
             check_dense(insertion.action, point.site, value_of(node))
         _check_same_device(insertion, first.site, point.site)
     mode = canvas.mode(first.site, where)
-    gramian = canvas.losses.gramian(rows, mode.scale, first.before, is_opaque=mode.is_opaque)
-    weights, traced, extras, new = _weights(canvas, weighing, first, gramian, replace(mode, scale=None))
+    shared = [own for own in rows if len(own) > 1] or rows
+    inputs = [canvas.losses.gramian(shared, mode.scale, first.before, is_opaque=mode.is_opaque)]
+    if effect.reads_losses:
+        inputs.append(canvas.losses.values(canvas.forward, first.before))
+    if effect.statistics:
+        inputs += canvas.losses.statistics(shared, effect.statistics, mode.scale, first.before)
+    weights, traced, extras, new = _weights(canvas, weighing, first, inputs, replace(mode, scale=None))
     keys = canvas.packing.add(insertion, where, first.site, traced.reports, extras)
     canvas.packing.groups.append(str(effect.group))
     made, sums = [*canvas.losses.take_new(), *new], {}
@@ -64,14 +69,10 @@ def weigh_losses(canvas: Canvas, weighing: Weighing) -> dict[int, fx.Node]:
 
 
 def _weights(
-    canvas: Canvas, weighing: Weighing, point: InsertionPoint, gramian: fx.Node, mode: TraceMode
+    canvas: Canvas, weighing: Weighing, point: InsertionPoint, inputs: Sequence[fx.Node], mode: TraceMode
 ) -> tuple[fx.Node, TracedAction, list[fx.Node], list[fx.Node]]:
     """Insert the weights of the losses; return them, the trace, the outputs of its reports, and all new nodes."""
-    assert canvas.losses is not None
-    insertion, effect = weighing.group.insertion, weighing.effect
-    inputs = [gramian]
-    if effect.reads_losses:
-        inputs.append(canvas.losses.values(canvas.forward, point.before))
+    insertion, effect, gramian = weighing.group.insertion, weighing.effect, inputs[0]
     if not inspect.ismethod(effect.function):  # messages name the user's function
         insertion = replace(insertion, action=effect.function)
     sized = value_of(gramian)[0].clone()  # of the shape of the weights

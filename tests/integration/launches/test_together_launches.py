@@ -12,7 +12,7 @@ from gradrewrite.passes import ClipByGlobalNorm
 
 from gpu.launch_counts import launches_of_layers
 
-ARITHMETIC = 1  # of one scalar: the factor
+ARITHMETIC = 2  # on scalars: the norm of the norms, and the factor
 
 
 def by_total(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
