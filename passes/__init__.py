@@ -20,6 +20,7 @@ from gradrewrite.passes._loss_weightings import AlignedMTL as AlignedMTL
 from gradrewrite.passes._loss_weightings import CAGrad as CAGrad
 from gradrewrite.passes._loss_weightings import PCGrad as PCGrad
 from gradrewrite.passes._loss_weightings import UPGrad as UPGrad
+from gradrewrite.passes._noise_scale import NoiseScale as NoiseScale
 from gradrewrite.passes._observe import Observe as Observe
 from gradrewrite.passes._offload import Offload as Offload
 from gradrewrite.passes._recompute import Recompute as Recompute
@@ -52,6 +53,7 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "L2",
     "MGDA",
     "NanToNum",
+    "NoiseScale",
     "Observe",
     "Offload",
     "PCGrad",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradrewrite.numerics.statistics import PARTS, STATISTICS, largest_of, norm_of
 from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
+from gradrewrite.passes._noise_scale import variance_and_norm
 from gradrewrite.passes._settings import check_examples
 from gradrewrite.policy.insertions import (
     MEASURABLE,
@@ -66,12 +67,12 @@ class Observe:
     symbolic sizes, for the figure of a whole (``Monitor.reduce``).
 
     At gradient sites alone, of the gradients of single examples (see ``docs/per-example.md``): ``example_norm_mean``
-    and ``example_norm_max``, the mean and the largest of their L2 norms; ``noise_scale``, the trace of their covariance
-    over the squared norm of the true gradient, both estimated without bias from the norms of single gradients and of
-    their mean (with a small batch the estimate of the latter may be negative). It is NaN for a batch of one; all three
-    are NaN for a batch without examples, and NaN or inf where a gradient is. The simple noise scale of McCandlish,
-    Kaplan, Amodei and the OpenAI Dota team, "An empirical model of large-batch training", 2018,
-    https://arxiv.org/abs/1812.06162.
+    and ``example_norm_max``, the mean and the largest of their L2 norms; ``noise_scale``, of this parameter alone
+    (``NoiseScale`` is that of all parameters, smoothed), the trace of their covariance over the squared norm of the
+    true gradient, both estimated without bias from the norms of single gradients and of their mean (with a small batch
+    the estimate of the latter may be negative). It is NaN for a batch of one; all three are NaN for a batch without
+    examples, and NaN or inf where a gradient is. The simple noise scale of McCandlish, Kaplan, Amodei and the OpenAI
+    Dota team, "An empirical model of large-batch training", 2018, https://arxiv.org/abs/1812.06162.
 
     At gradient and error sites alone, of a model with several losses (see ``WeighLosses``): ``loss_norms``, the L2 norm
     of the gradient of each loss (``loss_norm_0``, ...), and ``loss_cosine``, the smallest cosine between two of them,
@@ -213,9 +214,6 @@ def _record_examples(
 
 
 def _noise_scale(gradient: Tensor, squares: Tensor, loss_reduction: LossReduction) -> Tensor:
-    number = squares.shape[0]
-    mean = norm_of(gradient).to(squares.dtype).square()
-    mean = mean if loss_reduction == "mean" else mean / (number * number)
-    single = squares.mean()
-    true = (mean * number - single) / (number - 1)
-    return (single - mean) * number / (number - 1) / true
+    of_batch = norm_of(gradient).to(squares.dtype).square()
+    variance, norm = variance_and_norm(squares, of_batch, loss_reduction)
+    return variance / norm

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gradrewrite.diagnostics.batch_noise import noise_in
 from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import Loss, compare_runs, loss_of, loss_text
@@ -97,7 +98,7 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evide
     sites = where_needed(sites, is_remedy=verdict.is_sound or verdict.kind == "clip acts always")
     if not verdict.is_sound:
         sites = tuple(replace(row, mark="see the verdict") if row.site == verdict.site else row for row in sites)
-    verdict = replace(verdict, remarks=(*verdict.remarks, *conflicts_in(run), *remarks_on(run)))
+    verdict = replace(verdict, remarks=(*verdict.remarks, *conflicts_in(run), *noise_in(run), *remarks_on(run)))
     text = loss_text(loss) if compared is None else compare_runs(run, compared)
     bad = None if compared is None else _first_bad(compared, other)
     baseline_bad = None if compared is None or bad is None else (bad[0], compared.place(bad[1]))

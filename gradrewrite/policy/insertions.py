@@ -150,6 +150,19 @@ class WeighExampleGradients:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MeasureExampleGradients:
+    """Figures of the examples' gradients of a group; the gradients stay as they are.
+
+    ``run`` is given the squared norms ``[B]`` of the gradients of the examples, and that of the gradient of the batch,
+    both over all parameters of the group; it records.
+    """
+
+    group: Hashable
+    run: Callable[[Tensor, Tensor], None]
+    examples: PerExample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WeighLossGradients:
     """The weighted sum of the gradients of each loss, in the place of their sum.
 
@@ -214,7 +227,8 @@ class Omitted:
 
 
 SingleEffect: TypeAlias = ReplaceTensor | MeasureTensor | KeepTensor | AverageOverRanks | ScaleParameter | Omitted
-GroupEffect: TypeAlias = ReplaceGroup | ScaleGroup | WeighExampleGradients | WeighLossGradients | JudgeUpdate
+ExampleEffect: TypeAlias = WeighExampleGradients | MeasureExampleGradients
+GroupEffect: TypeAlias = ReplaceGroup | ScaleGroup | ExampleEffect | WeighLossGradients | JudgeUpdate
 SavedEffect: TypeAlias = StoreSaved | RecomputeSaved
 OpEffect: TypeAlias = ReplaceBackward | KeepZeroErrors
 Effect: TypeAlias = SingleEffect | GroupEffect | SavedEffect | OpEffect
@@ -273,13 +287,15 @@ class Insertion:
 
 
 def run_group(
-    effect: ReplaceGroup | ScaleGroup | WeighExampleGradients | WeighLossGradients,
-    sites: Sequence[Site],
-    values: Sequence[Tensor],
-    others: Sequence[Tensor] = (),
+    effect: GroupEffect, sites: Sequence[Site], values: Sequence[Tensor], others: Sequence[Tensor] = ()
 ) -> Sequence[Tensor]:
     """Run the function of a group on the values of its sites."""
-    return effect.run(sites, values, others) if isinstance(effect, ReplaceGroup) else effect.run(values)
+    match effect:
+        case ReplaceGroup():
+            return effect.run(sites, values, others)
+        case MeasureExampleGradients() | JudgeUpdate():
+            return values
+    return effect.run(values)
 
 
 def group_effect(insertion: Insertion) -> GroupEffect:

@@ -12,6 +12,7 @@ from gradrewrite.ir.reports import OnFailure
 from gradrewrite.policy.actions import describe, is_action
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
+    ExampleEffect,
     GroupEffect,
     Insertion,
     JudgeUpdate,
@@ -19,7 +20,6 @@ from gradrewrite.policy.insertions import (
     PerExample,
     ReplaceGroup,
     ReplaceTensor,
-    WeighExampleGradients,
     WeighLossGradients,
 )
 from gradrewrite.sites import Site
@@ -42,7 +42,7 @@ def needs_examples(insertion: Insertion) -> bool:
     """Return whether an insertion needs the gradient of each example."""
     effect = insertion.effect
     reads_examples = isinstance(effect, ReplaceTensor) and isinstance(effect.reads, PerExample)
-    return reads_examples or isinstance(effect, WeighExampleGradients)
+    return reads_examples or isinstance(effect, ExampleEffect)
 
 
 def needs_losses(insertion: Insertion) -> bool:

@@ -21,8 +21,8 @@ from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
+    ExampleEffect,
     Insertion,
-    WeighExampleGradients,
 )
 from gradrewrite.policy.rules import Answered, ask_in_order
 from gradrewrite.policy.sampling import Measured, sampled
@@ -167,7 +167,7 @@ def _insert_singles(rewrite: _Rewrite) -> None:
 
 
 def _insert_averages(rewrite: _Rewrite) -> None:
-    of_examples = [group for group in rewrite.plan.groups if isinstance(group.effect, WeighExampleGradients)]
+    of_examples = [group for group in rewrite.plan.groups if isinstance(group.effect, ExampleEffect)]
     rewrite.early = [group for group in of_examples if not rewrite.averaged.keys().isdisjoint(group.points)]
     insert_averages(rewrite.canvas, rewrite.averaged, rewrite.early)
 

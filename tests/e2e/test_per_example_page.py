@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "per-example.md").read_text()
 
 @pytest.mark.long
 def test_the_page() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     inputs = "torch.randn(16, 4), torch.randint(0, 3, (16,))"
     assert f"model({inputs})" in code
     known: dict[str, Any] = {}
@@ -33,3 +33,13 @@ def test_the_page() -> None:
         torch.testing.assert_close(moments[name], own.square().mean(0))
     total = torch.stack([own.flatten(1).square().sum(1) for own in wanted.values()]).sum(0).sqrt()
     assert known["share"] == pytest.approx(float((total > 1.0).double().mean()))
+
+
+def test_the_noise_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures of the page, up to rounding on other processors."""
+    _, code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (output,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {})
+    found, wanted = ([line.split() for line in text.splitlines()] for text in (capsys.readouterr().out, output))
+    assert [step for step, _ in found] == [step for step, _ in wanted]
+    assert [float(v) for _, v in found] == pytest.approx([float(v) for _, v in wanted], rel=0.05)

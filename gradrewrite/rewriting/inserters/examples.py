@@ -1,14 +1,17 @@
-"""Weights of the examples of a batch, and their noise."""
+"""Weights of the examples of a batch, their noise, and figures of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
+from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
-from gradrewrite.policy.insertions import WeighExampleGradients
+from gradrewrite.numerics.statistics import norm_of
+from gradrewrite.policy.insertions import MeasureExampleGradients, WeighExampleGradients
 from gradrewrite.policy.recording import recording
 from gradrewrite.rewriting.action_tracing import TraceMode, trace_function
 from gradrewrite.rewriting.canvas import Canvas
@@ -40,3 +43,31 @@ def insert_example_clip(
         name = f"{effect.group} (noise)"  # a global clip may have a group of the same name
         canvas.packing.groups.append(name)
         canvas.packing.noisy.add(name)
+
+
+def insert_example_figures(
+    canvas: Canvas, group: Group, effect: MeasureExampleGradients, where: str, nodes: Sequence[fx.Node], mode: TraceMode
+) -> None:
+    """Insert the figures of examples over the gradients of a group."""
+    assert canvas.examples is not None
+    insertion, points, scale = group.insertion, group.points, mode.scale
+    squares = canvas.examples.total_square_norms(points, nodes, Asked(insertion, effect.examples), scale)
+
+    def add_up(*gradients: Tensor) -> list[Tensor]:
+        norms = torch.stack([norm_of(g).to(gradients[0].device, torch.float64) for g in gradients])
+        return [norms.square().sum() if scale is None else norms.square().sum() / scale.to(norms.device).square()]
+
+    def run(squares: Tensor, of_batch: Tensor) -> list[Tensor]:
+        effect.run(squares, of_batch)
+        return [squares]
+
+    tag = "is_backward" if scale is None else "must_be_in_backward"
+    (of_batch,), made = editing.compute(canvas.graph, add_up, nodes, points[0].before, tag)
+    traced = trace_function(
+        run, [value_of(squares)], [points[0].site], insertion, replace(mode, scale=None), [value_of(of_batch)]
+    )
+    (_, *extras), new = canvas.splice(traced, [squares, of_batch], points[0])
+    keys = canvas.packing.add(insertion, where, points[0].site, traced.reports, extras)
+    names = tuple(node.name for node in (*canvas.examples.take_new(), *made, *new))
+    for n, point in enumerate(points):
+        canvas.note(point.site, insertion, () if n else names, tuple(keys))

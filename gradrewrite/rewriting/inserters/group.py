@@ -16,6 +16,7 @@ from gradrewrite.numerics.statistics import norm_of
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
     JudgeUpdate,
+    MeasureExampleGradients,
     ReplaceGroup,
     ScaleGroup,
     WeighExampleGradients,
@@ -26,7 +27,7 @@ from gradrewrite.policy.recording import Recording, current_recording
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode, check_dense, trace_function
 from gradrewrite.rewriting.canvas import Canvas
-from gradrewrite.rewriting.inserters.examples import insert_example_clip
+from gradrewrite.rewriting.inserters.examples import insert_example_clip, insert_example_figures
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import Group
 from gradrewrite.rewriting.node_shares import share_nodes
@@ -47,6 +48,8 @@ def insert_group(canvas: Canvas, group: Group, where: str = "") -> None:
     match group.effect:
         case WeighExampleGradients() as effect:
             insert_example_clip(canvas, group, effect, where, nodes, mode)
+        case MeasureExampleGradients() as effect:
+            insert_example_figures(canvas, group, effect, where, nodes, mode)
         case ScaleGroup() as effect if all(point.layout is None for point in points):
             _finish_group(canvas, group, where, nodes, *_scale_group(canvas, group, effect, nodes, mode))
         case ScaleGroup() | ReplaceGroup() as effect:

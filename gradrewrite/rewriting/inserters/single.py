@@ -22,6 +22,7 @@ from gradrewrite.policy.insertions import (
     JudgeUpdate,
     KeepTensor,
     KeepZeroErrors,
+    MeasureExampleGradients,
     MeasureTensor,
     Omitted,
     OtherValues,
@@ -79,6 +80,7 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
                 | ReplaceGroup()
                 | ScaleGroup()
                 | WeighExampleGradients()
+                | MeasureExampleGradients()
                 | WeighLossGradients()
                 | JudgeUpdate()
             ):
