@@ -142,8 +142,9 @@ def assert_matches_eager(
 
     Args:
         model: The model; it stays as it was.
-        policy: A policy without actions on the gradients of single losses or examples, which no hook of eager autograd
-            sees. Actions at activations change no gradient and are not compared.
+        policy: A policy without actions on the gradients of single losses or examples, and without functions of several
+            errors: no hook of eager autograd sees these. Actions at activations change no gradient and are not
+            compared.
         *args: Inputs of the model; leaves that require a gradient are compared too.
         compiled: Compile with Inductor (random numbers then fall back to eager's); False runs the graph op by op.
         loss_fn: From the model's output to the loss, a tensor with one element. None: the output itself if it is one,

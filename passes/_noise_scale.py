@@ -1,4 +1,4 @@
-"""The noise scale of the network: how large a batch pays."""
+"""The noise scale of a network."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gradrewrite.sites import Kind, Site
 
 @dataclass(frozen=True, slots=True, repr=False)
 class NoiseScale:
-    """Record the simple noise scale of a group of gradients, and leave them as they are.
+    """Record the simple noise scale of a group of gradients.
 
-    Over all parameters of the group it is the trace of the covariance of the gradients of single examples over the
+    They stay as they are. Over all parameters of the group it is the trace of the covariance of the gradients of single examples over the
     squared norm of the true gradient: a batch of that size has as much noise as signal, and larger ones pay less and
     less. Both are estimated without bias, from the squared norms of single gradients and of that of the batch, and are
     smoothed by themselves: the quotient of one step is too noisy, and that of two means has little bias. McCandlish,
@@ -30,7 +30,8 @@ class NoiseScale:
     Records at ``group:<group>``: ``example_variance``, the trace, and ``true_square_norm``, both of this step and in
     units of the unscaled loss (the latter may be negative); ``noise_scale``, in examples, the quotient of their
     exponential means. A step in which one of the two is not finite (a batch of one has none) does not count for the
-    means; before the first other one ``noise_scale`` is NaN. Its state is in ``gr.state_dict``.
+    means; before the first other one ``noise_scale`` is NaN. Its state is in ``gr.state_dict``. It is measured in every
+    step, whatever ``Monitor(sample=)`` says.
 
     ``Observe("noise_scale")`` is that of each parameter by itself, and of one step.
 
@@ -76,7 +77,7 @@ class NoiseScale:
         return Insertion(self, MeasureExampleGradients(self.group, self.measure, examples), self.kinds, has_units=True)
 
     def measure(self, squares: Tensor, of_batch: Tensor) -> None:
-        """Record from the squared norms ``[B]`` of the gradients of examples, and that of the batch."""
+        """Record from squared norms: of examples ``[B]``, and of the batch."""
         wide = torch.float32 if squares.device.type == "mps" else torch.float64
         variance, norm = variance_and_norm(squares.to(wide), of_batch.to(wide), self.loss_reduction)
         record("example_variance", variance)
@@ -91,7 +92,7 @@ class NoiseScale:
 
 
 def variance_and_norm(squares: Tensor, of_batch: Tensor, loss_reduction: LossReduction) -> tuple[Tensor, Tensor]:
-    """Return unbiased estimates of the trace of the covariance and of the squared norm of the true gradient."""
+    """Return the unbiased estimates of trace and squared norm."""
     number = squares.shape[0]
     mean = of_batch if loss_reduction == "mean" else of_batch / (number * number)
     single = squares.mean()

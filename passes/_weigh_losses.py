@@ -95,11 +95,15 @@ class WeighLosses:
                 "WeighLosses: weighting is UPGrad(), PCGrad(), MGDA(), CAGrad(), AlignedMTL(), a function of the Gram "
                 f"matrix [K, K], or K numbers, got {self.weighting!r}"
             )
-        unknown = [name for name in self.statistics if name not in get_args(LossStatistic)]
-        if isinstance(self.statistics, str) or unknown:
-            known = ", ".join(map(repr, get_args(LossStatistic)))
-            raise ValueError(f"WeighLosses: statistics is a tuple of {known}, got {self.statistics!r}")
-        object.__setattr__(self, "statistics", tuple(self.statistics))
+        known, given = get_args(LossStatistic), self.statistics
+        is_several = isinstance(given, tuple | list) and len(set(given)) == len(given)
+        if not is_several or not set(known).issuperset(given):
+            raise ValueError(f"WeighLosses: statistics is a tuple of {', '.join(map(repr, known))}, got {given!r}")
+        object.__setattr__(self, "statistics", tuple(given))
+        if isinstance(self.weighting, list):
+            object.__setattr__(self, "weighting", tuple(self.weighting))
+        if given and self._is_constant:
+            raise ValueError("WeighLosses: constant weights take no statistics; a function of the Gram matrix does")
         needed, count = num_required(self.function), len(self.statistics)
         if count and needed not in (None, 1 + count, 2 + count):
             raise TypeError(
@@ -147,6 +151,8 @@ class WeighLosses:
         """Return the weights ``[K]`` of the losses, and record them; see ``policy.insertions.WeighLossGradients``."""
         found, gramian = self.function(*tensors), tensors[0]
         number = len(gramian)
+        if self._is_constant and len(found) != number:
+            raise CallbackError(f"{self!r} has {len(found)} weights, and the model returns {number} losses")
         if not isinstance(found, Tensor) or tuple(found.shape) != (number,) or found.is_complex():
             got = f"{tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
             raise CallbackError(

@@ -9,7 +9,7 @@ from gradrewrite.diagnostics.run_log import MIN_STEPS, Run, is_group
 
 
 def noise_in(run: Run) -> list[str]:
-    """Return a sentence for each group with a noise scale: the median of the last half of its steps."""
+    """Return a sentence for each noise scale: its median at last."""
     found = []
     for series in run.series.values():
         if series.at.record != "noise_scale" or not is_group(series.at.site):

@@ -118,6 +118,14 @@ def take_used(graph: fx.Graph) -> dict[int, fx.Node]:
     return found
 
 
+def erase_copies(graph: fx.Graph) -> None:
+    """Erase the copies of a functional graph's inputs."""
+    for placeholder in graph.find_nodes(op="placeholder"):
+        for user in list(placeholder.users):
+            if user.target is torch.ops.aten.clone.default and not user.kwargs:
+                skip(user, placeholder)
+
+
 def erase_markers(graph: fx.Graph) -> None:
     """Erase all markers; the graph is then equal to one without probes."""
     erase_uses(graph)
@@ -155,7 +163,7 @@ def put_readers_behind(node: fx.Node) -> None:
 
 
 def first_reached(nodes: Iterable[fx.Node], targets: Collection[fx.Node]) -> fx.Node | None:
-    """Return one of the targets that is computed from these nodes, or is one of them; None if there is none."""
+    """Return a target among these nodes and what they lead to; None without one."""
     last, todo, seen = max(targets), list(nodes), set[fx.Node]()
     while todo:
         node = todo.pop()

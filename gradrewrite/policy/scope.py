@@ -375,7 +375,7 @@ def refuse_group_in_regions(known: dict[Hashable, str], insertion: Insertion, si
 
 
 def refuse_group_in_parts(known: dict[Hashable, str], insertion: Insertion, site: Site, frame: str) -> None:
-    """Raise PolicyError for a function of a group with values on both sides of a graph break."""
+    """Raise PolicyError for a function of values in several graphs."""
     if isinstance(insertion.effect, ReplaceGroup):
         _refuse_in_several(known, insertion, site, frame, "graphs")
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gradrewrite._utils.formatting import listed, located_callable, nearest
-from gradrewrite.errors import CallbackError
+from gradrewrite.errors import CallbackError, PolicyError
 from gradrewrite.policy.calls import check_reads
 from gradrewrite.policy.frozen import explained
 from gradrewrite.policy.insertions import BACKWARD, Insertion, OtherValues, ReplaceGroup, action_key
@@ -24,7 +24,7 @@ GroupFunction = Callable[..., Mapping[str, Tensor]]
 @explained
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """A function of the values of all sites of a group; made by ``joint``."""
+    """A function of all values of a group; see ``joint``."""
 
     function: GroupFunction
     reads: tuple[tuple[str, str], ...] = ()  # keyword, and pattern
@@ -43,10 +43,15 @@ class Joint:
         return Insertion(self, effect, has_units=True, key=key)
 
     def run(self, sites: Sequence[Site], values: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-        """Call the function; return the values of all members. CallbackError for an answer that is none."""
+        """Call the function; return the values of all members.
+
+        CallbackError for an answer that is none, PolicyError for members that cannot be told apart.
+        """
         names = [name_in_group(site) for site in sites]
+        self._check_members(sites, names)
         further = dict(zip((name for name, _ in self.reads), others, strict=True))
-        result = self.function(dict(zip(names, values, strict=True)), **further)
+        copies = [value.clone() for value in values]  # what it changes in place and does not return is lost
+        result = self.function(dict(zip(names, copies, strict=True)), **further)
         if not isinstance(result, Mapping):
             raise CallbackError(
                 f"{self!r} returned {type(result).__name__}; it returns a mapping from the names of sites to tensors, "
@@ -56,11 +61,25 @@ class Joint:
         if unknown is not None:
             close = listed(nearest(str(unknown), names)[:3])
             raise CallbackError(f"{self!r} returned {unknown!r}, a site that it was not given; nearest: {close}")
-        act_at = None if self.act_at is None else Pattern.parse(self.act_at)
         for site, name in zip(sites, names, strict=True):
-            if name in result and act_at is not None and not act_at.matches(site):
+            if name in result and not self._may_change(site):
                 raise CallbackError(f"{self!r} returned {name!r}, which act_at={self.act_at!r} does not match")
         return [result.get(name, value) for name, value in zip(names, values, strict=True)]
+
+    def _may_change(self, site: Site) -> bool:
+        return self.act_at is None or Pattern.parse(self.act_at).matches(site)
+
+    def _check_members(self, sites: Sequence[Site], names: Sequence[str]) -> None:
+        known: dict[str, Site] = {}
+        for site, name in zip(sites, names, strict=True):
+            if known.setdefault(name, site) is not site:
+                raise PolicyError(
+                    f"{self!r}: {known[name]} and {site} have one name; give each kind of site a group of its own",
+                    code="together",
+                )
+        if not any(map(self._may_change, sites)):
+            close = listed(nearest(str(self.act_at), [str(site) for site in sites])[:3])
+            raise PolicyError(f"{self!r}: act_at matches none of its sites; nearest: {close}", code="together")
 
     def __repr__(self) -> str:
         """As the call that makes it."""
@@ -70,7 +89,7 @@ class Joint:
 
 
 def name_in_group(site: Site) -> str:
-    """Return the name of a site among those of its group: its text, without the kind."""
+    """Return the name of a site in its group, without the kind."""
     return str(site).partition(":")[2]
 
 
@@ -140,12 +159,12 @@ def together(
     act_at: str | None = None,
     group: str = "default",
 ) -> Rule:
-    """Make the policy that calls one function for several sites.
+    """Make a policy of one function for several sites.
 
     Args:
         pattern: ``[kind:]glob[#call]``, as for ``gr.on``.
-        function: As for ``gr.joint``; ``reads``, ``act_at`` and ``group`` as there.
-        reads: Patterns of other values.
+        function: As for ``gr.joint``.
+        reads: Patterns of other values, by keyword.
         act_at: Pattern of the sites that the function may change.
         group: Name of the group.
 

@@ -62,6 +62,7 @@ class Canvas:
         self.losses: LossGradients | None = None  # None where no action asks for those of single losses
         self.others: OtherSites | None = None  # set when the points are found
         self.loss_rows: dict[Site, Rows] = {}  # gradients of each loss, before any action
+        self.of_groups: set[fx.Node] = set()  # nodes that were inserted for groups with errors
         self._scale = scale
         self._states = states
         self._scopes: dict[str, StateScope] = {}
@@ -88,7 +89,7 @@ class Canvas:
         point.node = result  # of an activation too, which only the next action reads: the forward is never changed
 
     def replace_behind(self, point: InsertionPoint, readers: Sequence[fx.Node], result: fx.Node) -> None:
-        """Replace the error of a point by one that is computed later, for these readers; they move behind it."""
+        """Replace the error of a point for these readers, which move behind it."""
         assert point.marker is not None
         current = self.current(point.marker)
         for reader in readers:
@@ -99,7 +100,7 @@ class Canvas:
     def splice(
         self, traced: TracedAction, nodes: list[fx.Node], point: InsertionPoint, before: fx.Node | None = None
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Insert the graph of an action at a point, or before a node; return its outputs, and all new nodes."""
+        """Insert the graph of an action; return its outputs, and all new nodes."""
         tag = "must_be_in_backward" if traced.reads_live else "is_backward"
         tag = "is_forward" if point.site.traits.in_forward else tag
         return editing.splice(traced.graph, self.graph, nodes, point.before if before is None else before, tag)

@@ -83,7 +83,7 @@ class _Rewrite:
     plain: dict[int, fx.Node] = field(init=False)  # gradients before the actions at their sites, by output
     # insert
     averaged: dict[InsertionPoint, Sequence[Insertion]] = field(init=False)
-    early: list[Group] = field(init=False)  # groups that act before gradients are averaged
+    early: list[Group] = field(init=False)  # groups of errors, and those that act before gradients are averaged
     # saved, replay, pack
     replay_graph: ReplayGraph | None = None
     counters: list[str] = field(default_factory=list)  # names of the nodes of boundary counters
@@ -155,21 +155,38 @@ def _separate(rewrite: _Rewrite) -> None:
 
 
 def _insert_singles(rewrite: _Rewrite) -> None:
+    """Insert at single points, and groups of errors before anything at gradients is."""
     progress = current_progress()
     progress.begin("rewriting", len(rewrite.plan.single))
     rewrite.averaged = {}
-    for point, own in rewrite.plan.single.items():
+    weighed = {point for weighing in rewrite.separated.weighings for point in weighing.members}
+    of_errors = [g for g in rewrite.plan.groups if all(p.marker is not None and p not in weighed for p in g.points)]
+    points = sorted(rewrite.plan.single, key=lambda point: point.site.traits.is_leaf)
+    first = next((point for point in points if point.site.traits.is_leaf), None)
+    for point in points:
+        if point is first:
+            _insert_early(rewrite, of_errors)
+        own = rewrite.plan.single[point]
         if any(isinstance(insertion.effect, AverageOverRanks) for insertion in own):
             rewrite.averaged[point] = own
         else:
             insert(rewrite.canvas, point, own)
         progress.advance()
+    if first is None:
+        _insert_early(rewrite, of_errors)
+
+
+def _insert_early(rewrite: _Rewrite, groups: Sequence[Group]) -> None:
+    for group in groups:
+        insert_group(rewrite.canvas, group)
+    rewrite.early = list(groups)
 
 
 def _insert_averages(rewrite: _Rewrite) -> None:
     of_examples = [group for group in rewrite.plan.groups if isinstance(group.effect, ExampleEffect)]
-    rewrite.early = [group for group in of_examples if not rewrite.averaged.keys().isdisjoint(group.points)]
-    insert_averages(rewrite.canvas, rewrite.averaged, rewrite.early)
+    early = [group for group in of_examples if not rewrite.averaged.keys().isdisjoint(group.points)]
+    insert_averages(rewrite.canvas, rewrite.averaged, early)
+    rewrite.early += early
 
 
 def _weigh_losses(rewrite: _Rewrite) -> None:

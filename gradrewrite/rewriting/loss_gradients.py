@@ -321,7 +321,7 @@ class LossGradients:
     def statistics(
         self, rows: Sequence[Rows], names: Sequence[LossStatistic], scale: Tensor | None, before: fx.Node
     ) -> list[fx.Node]:
-        """Insert statistics ``[K]`` of gradients, float64, in units of the unscaled losses."""
+        """Insert statistics ``[K]``, float64, of the unscaled losses."""
         nodes, number = [node for own in rows for node in own.values()], self.losses.number
         losses = [k for own in rows for k in own]
         places = [n for n, own in enumerate(rows) for _ in own]
@@ -356,7 +356,7 @@ class LossGradients:
 def _statistic_of(
     name: LossStatistic, of_loss: Sequence[Sequence[Tensor]], count: int | torch.SymInt, device: torch.device
 ) -> Tensor:
-    """Return a statistic of the absolute values of each loss, ``[K]``."""
+    """Return a statistic of absolute values, ``[K]``."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     found = []
     for tensors in of_loss:

@@ -183,7 +183,7 @@ def _is_everywhere(group: Group) -> bool:
 
 
 def _refuse_shared(groups: Sequence[Group], weighing: Collection[Group], markers: Collection[fx.Node | None]) -> None:
-    """Raise PolicyError for a group at an error that is taken apart by losses."""
+    """Raise PolicyError for groups at errors of several losses."""
     for group in groups:
         for point in group.points:
             if point.marker in markers:

@@ -1,4 +1,4 @@
-"""Weights of the examples of a batch, their noise, and figures of them."""
+"""Weights of examples, their noise, and figures of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def insert_example_clip(
 def insert_example_figures(
     canvas: Canvas, group: Group, effect: MeasureExampleGradients, where: str, nodes: Sequence[fx.Node], mode: TraceMode
 ) -> None:
-    """Insert the figures of examples over the gradients of a group."""
+    """Insert the figures of the examples of a group."""
     assert canvas.examples is not None
     insertion, points, scale = group.insertion, group.points, mode.scale
     squares = canvas.examples.total_square_norms(points, nodes, Asked(insertion, effect.examples), scale)

@@ -77,12 +77,11 @@ def _replace_group(
         lambda *g: run_group(effect, sites, g[:count], g[count:]),
         values[:count], sites, group.insertion, mode, values[count:], layouts,
     )  # fmt: skip
-    inputs, results = (
-        traced.graph.graph.find_nodes(op="placeholder"),
-        editing.outputs_of(traced.graph.graph.output_node()),
-    )
+    editing.erase_copies(traced.graph.graph)
+    inputs = traced.graph.graph.find_nodes(op="placeholder")
+    results = editing.outputs_of(traced.graph.graph.output_node())
     readers = {
-        number: [user for user in node.users if point.marker < user]
+        number: [user for user in node.users if point.marker < user and user not in canvas.of_groups]
         for number, (point, node) in enumerate(zip(points, nodes, strict=True))
         if point.marker is not None and results[number] is not inputs[number]
     }
@@ -90,21 +89,22 @@ def _replace_group(
         _check_order(group, number, own, given)
     is_behind_all = all(point.marker is None for point in points)
     outputs, new = canvas.splice(traced, given, points[0], None if is_behind_all else max(given).next)
+    canvas.of_groups.update(() if is_behind_all else new)
     for number, own in readers.items():
         canvas.replace_behind(points[number], own, outputs[number])
     return traced, outputs[:count], outputs[count:], new
 
 
 def _check_order(group: Group, number: int, readers: Sequence[fx.Node], given: Sequence[fx.Node]) -> None:
-    """Raise PolicyError where a value that the function changes leads to another one that it is given."""
-    own, others = given[number], {node: n for n, node in enumerate(given) if node is not given[number]}
+    """Raise PolicyError where a changed value leads to another one of the function."""
+    others = {node: n for n, node in enumerate(given) if node is not given[number]}
     found = editing.first_reached(readers, others) if others else None
     if found is not None:
         position, sites = others[found], [point.site for point in group.points]
-        what = str(sites[position]) if position < len(sites) else f"what it reads ({found.name})"
+        what = str(sites[position]) if position < len(sites) else "what it reads"
         raise PolicyError(
-            f"{describe(group.action)}: it changes {sites[number]}, and {what} is computed from that ({own.name}), so "
-            "that no order is left for it. act_at= says which sites it changes; or take the one of them alone",
+            f"{describe(group.action)}: it changes {sites[number]}, and {what}, which it is given too, is computed "
+            "from that. Let it change the last of them only (act_at=), or take sites of which none leads to another",
             code="together",
         )
 

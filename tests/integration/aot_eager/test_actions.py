@@ -194,7 +194,7 @@ def test_groups_are_scaled_by_themselves() -> None:
 
 def test_one_group_has_one_bound() -> None:
     rules = [gr.on("gradient:weight", ClipByGlobalNorm(1.0)), gr.on("gradient:bias", ClipByGlobalNorm(2.0))]
-    with pytest.raises(gr.PolicyError, match=r"gradient:bias.*gradient:weight.*one bound"):
+    with pytest.raises(gr.PolicyError, match=r"gradient:bias.*gradient:weight.*one action with one setting"):
         gr.transform(nn.Linear(2, 2), rules)(torch.ones(1, 2))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
-from gradrewrite.passes import CheckFinite, ClipByValue, Observe, Scale, WeighLosses
+from gradrewrite.passes import CheckFinite, ClipByValue, ClipPerExample, Observe, Scale, WeighLosses
 from gradrewrite.testing import assert_matches_eager
 
 WIDTH = 4
@@ -271,14 +271,95 @@ class Broken(Net):
         return loss + self.heads[1](h).exp().sum()
 
 
+def errors_of(net: Net) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs of the heads, and their errors."""
+    outputs = net.outputs(batch(0))
+    return outputs, list(torch.autograd.grad(net.finish(outputs), outputs, retain_graph=True))
+
+
+def test_a_later_group_leaves_what_an_earlier_one_has_computed() -> None:
+    total = gr.State((), 0.0, torch.float64, name="total")
+
+    def first(errors: Values) -> dict[str, Tensor]:
+        twice = errors["heads.0"] * 2
+        gr.record("norm", twice.norm())
+        total.set(twice.norm())
+        return {"heads.0": twice, "heads.1": errors["heads.1"] * twice.norm()}
+
+    def second(errors: Values) -> dict[str, Tensor]:
+        gr.record("norm", errors["heads.0"].norm())
+        return {"heads.0": errors["heads.0"] * 3 + 1}
+
+    net, plain = made(), made()
+    rules = [
+        gr.together("error:heads.[01]", first, group="first"),
+        gr.together("error:heads.0", second, group="second"),
+    ]
+    model = gr.transform(net, rules)
+    model(batch(0)).backward()
+    outputs, (a, b, c) = errors_of(plain)
+    torch.autograd.backward(outputs, [6 * a + 1, b * (2 * a).norm(), c])
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
+    norm = pytest.approx(float((2 * a).norm()))
+    assert model.monitor.latest() == {"norm@group:first": norm, "norm@group:second": norm}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_measured_members_are_seen_in_the_order_of_the_list(is_first: bool) -> None:
+    def measure(errors: Values) -> dict[str, Tensor]:
+        gr.record("norm", errors["heads.0"].norm())
+        return {}
+
+    def scale(errors: Values) -> dict[str, Tensor]:
+        return {name: 5 * e for name, e in errors.items()}
+
+    rules = [gr.together("error:heads.*", measure, group="m"), gr.together("error:heads.*", scale, group="s")]
+    model = gr.transform(made(), rules if is_first else rules[::-1])
+    model(batch(0)).backward()
+    _, (a, *_) = errors_of(made())
+    wanted = float(a.norm()) * (1 if is_first else 5)
+    assert model.monitor.latest()["norm@group:m"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_examples_are_looked_for_behind_groups_of_errors(is_first: bool) -> None:
+    rules = [gr.together("error:heads.*", equal), gr.on("gradient:*", ClipPerExample(1.0))]
+    with pytest.raises(gr.PolicyError, match="of a sum over the batch"):
+        gr.transform(made(), rules if is_first else rules[::-1])(batch(0))
+
+
+def test_what_is_changed_in_place_counts_where_it_is_returned() -> None:
+    def in_place(errors: Values) -> dict[str, Tensor]:
+        for e in errors.values():
+            e.mul_(2)
+        return {"heads.0": errors["heads.0"]}
+
+    net, plain = made(), made()
+    model = gr.transform(net, gr.together("error:heads.*", in_place))
+    model(batch(0)).backward()
+    outputs, (a, b, c) = errors_of(plain)
+    torch.autograd.backward(outputs, [2 * a, b, c])
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
+    assert not any("clone" in str(node.target) for node in model.trace(batch(0)).graph_module.graph.nodes)
+
+
+class OneName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (gr.tap(self.w * x[0].float(), "a") * self.a).square().sum()
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a circle": (
         lambda: gr.transform(made(), gr.together("error:*", equal)),
-        r"it changes error:heads.0, and error:body is computed from that",
+        r"it changes error:heads.0, and error:body, which it is given too, is computed from that",
     ),
     "what it reads is computed from a member": (
         lambda: gr.transform(made(), gr.together("error:heads.*", with_body, reads={"of": "error:body"})),
-        r"it changes error:heads.0, and what it reads .* is computed from that",
+        r"it changes error:heads.0, and what it reads, which it is given too, is computed from that",
     ),
     "a site that it was not given": (
         lambda: gr.transform(made(), gr.together("error:heads.*", lambda e: {"heads.7": e["heads.0"]})),
@@ -287,6 +368,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a site that is left alone": (
         lambda: gr.transform(made(), gr.together("error:heads.*", equal, act_at="error:heads.0")),
         r"returned 'heads.1', which act_at='error:heads.0' does not match",
+    ),
+    "act_at without a member": (
+        lambda: gr.transform(made(), gr.together("error:heads.*", equal, act_at="error:haeds.0")),
+        r"act_at matches none of its sites; nearest: error:heads.0",
+    ),
+    "two members with one name": (
+        lambda: gr.transform(OneName(), gr.on("*", gr.joint(equal, act_at="error:a"))),
+        r"error:a and gradient:a have one name",
     ),
     "no mapping": (
         lambda: gr.transform(made(), gr.together("error:heads.*", lambda e: None)),  # type: ignore[return-value]
