@@ -163,7 +163,7 @@ def put_readers_behind(node: fx.Node) -> None:
 
 
 def first_reached(nodes: Iterable[fx.Node], targets: Collection[fx.Node]) -> fx.Node | None:
-    """Return a target among these nodes and what they lead to; None without one."""
+    """Return a target among these nodes and their successors; None without one."""
     last, todo, seen = max(targets), list(nodes), set[fx.Node]()
     while todo:
         node = todo.pop()

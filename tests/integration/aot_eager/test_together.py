@@ -299,7 +299,7 @@ def test_a_later_group_leaves_what_an_earlier_one_has_computed() -> None:
     model(batch(0)).backward()
     outputs, (a, b, c) = errors_of(plain)
     torch.autograd.backward(outputs, [6 * a + 1, b * (2 * a).norm(), c])
-    assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
     norm = pytest.approx(float((2 * a).norm()))
     assert model.monitor.latest() == {"norm@group:first": norm, "norm@group:second": norm}
 
@@ -339,7 +339,7 @@ def test_what_is_changed_in_place_counts_where_it_is_returned() -> None:
     model(batch(0)).backward()
     outputs, (a, b, c) = errors_of(plain)
     torch.autograd.backward(outputs, [2 * a, b, c])
-    assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
     assert not any("clone" in str(node.target) for node in model.trace(batch(0)).graph_module.graph.nodes)
 
 
