@@ -20,12 +20,12 @@ from gradrewrite.sites import Kind, Site
 class NoiseScale:
     """Record the simple noise scale of a group of gradients.
 
-    They stay as they are. Over all parameters of the group it is the trace of the covariance of the gradients of single
-    examples over the squared norm of the true gradient: a batch of that size has as much noise as signal, and larger
-    ones pay less and less. Both are estimated without bias, from the squared norms of single gradients and of that of the batch, and are
-    smoothed by themselves: the quotient of one step is too noisy, and that of two means has little bias. McCandlish,
-    Kaplan, Amodei and the OpenAI Dota team, "An empirical model of large-batch training", 2018, appendix A.1,
-    https://arxiv.org/abs/1812.06162.
+    They stay as they are. Over all parameters of the group it is the trace of the covariance of the gradients of
+    single examples over the squared norm of the true gradient: a batch of that size has as much noise as signal,
+    and larger ones pay less and less. Both are estimated without bias, from the squared norms of single gradients
+    and of that of the batch, and are smoothed by themselves: the quotient of one step is too noisy, and that of two
+    means has little bias. McCandlish, Kaplan, Amodei and the OpenAI Dota team, "An empirical model of large-batch
+    training", 2018, appendix A.1, https://arxiv.org/abs/1812.06162.
 
     Records at ``group:<group>``: ``example_variance``, the trace, and ``true_square_norm``, both of this step and in
     units of the unscaled loss (the latter may be negative); ``noise_scale``, in examples, the quotient of their
