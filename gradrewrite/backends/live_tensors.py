@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradrewrite._compat.autograd import keeps_graph
 
@@ -53,7 +54,9 @@ class LiveForms:
 class _Call:
     number: int
     versions: tuple[int, ...]  # of the tensors, behind the forward
-    storages: frozenset[int]  # of some of what it was given and made, by which its backward is known
+    # Of some of what it was given and made, by which its backward is known. A weak reference keeps its address: else a
+    # later tensor could have that of one that is gone.
+    storages: frozenset[StorageWeakRef]
 
 
 class LiveTensors:
@@ -103,6 +106,6 @@ class LiveTensors:
         return tuple([tensor._version for tensor in self._tensors.values()])
 
 
-def _storages_of(values: Sequence[Any]) -> frozenset[int]:
+def _storages_of(values: Sequence[Any]) -> frozenset[StorageWeakRef]:
     plain = [t for t in values if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
-    return frozenset([t.untyped_storage()._cdata for t in plain])
+    return frozenset([StorageWeakRef(t.untyped_storage()) for t in plain])
