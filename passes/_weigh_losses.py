@@ -13,7 +13,7 @@ from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.errors import CallbackError
 from gradrewrite.passes._loss_figures import record_loss_cosines, record_loss_norms
 from gradrewrite.policy.actions import num_required
-from gradrewrite.policy.insertions import Insertion, LossStatistic, WeighLossGradients
+from gradrewrite.policy.insertions import Insertion, LossStatistic, WeighLossGradients, action_key
 from gradrewrite.policy.recording import record_all
 from gradrewrite.sites import Kind, Site
 
@@ -26,7 +26,7 @@ class LossWeighting(Protocol):
         """Return the weights ``[K]`` from the inner products ``[K, K]``, both float64."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class WeighLosses:
     """Replace the sum of the gradients of several losses by a weighted sum.
 
@@ -118,6 +118,14 @@ class WeighLosses:
             return self.weighting.dim() == 1 and not self.weighting.is_complex()
         numbers = self.weighting if isinstance(self.weighting, tuple | list) else ()
         return len(numbers) > 0 and all(isinstance(number, float | int) for number in numbers)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare settings; tensors by identity."""
+        return isinstance(other, WeighLosses) and action_key(self) == action_key(other)
+
+    def __hash__(self) -> int:
+        """Hash of the settings."""
+        return hash(action_key(self))
 
     def __repr__(self) -> str:
         """As the call that makes it."""

@@ -200,7 +200,10 @@ def test_wrong_arguments() -> None:
 
 
 def test_text() -> None:
-    assert hash(WeighLosses([1.0, 2.0])) == hash(WeighLosses((1.0, 2.0)))
+    assert {WeighLosses([1.0, 2.0]), WeighLosses((1.0, 2.0))} == {WeighLosses((1.0, 2.0))}
+    weights = torch.ones(2)
+    assert WeighLosses(weights) == WeighLosses(weights) != WeighLosses(torch.ones(2))
+    assert WeighLosses(UPGrad()) == WeighLosses(UPGrad()) != WeighLosses(UPGrad(), everywhere=True)
     text = "WeighLosses((1.0, 2.0), everywhere=True, group='trunk')"
     assert repr(WeighLosses((1.0, 2.0), everywhere=True, group="trunk")) == text
     assert "statistics=('max_abs',)" in repr(WeighLosses(lambda g, m: m, statistics=("max_abs",)))
