@@ -17,6 +17,7 @@ from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.run_log import COUNTS, Run
 from gradrewrite.diagnostics.site_health import percent
 from gradrewrite.ir.edits import Edit
+from gradrewrite.sites import ARROW
 from gradrewrite.viz._graph_view import (
     GraphView,
     Node,
@@ -197,8 +198,14 @@ def turns_of(nodes: Sequence[Node]) -> str:
 def _leaders(edits: Sequence[Edit]) -> dict[int, int]:
     """Return for each edit the first of its box: one action at a value in several iterations of a loop is one box."""
     first: dict[Hashable, int] = {}
-    keys = (n if e.site.iteration is None else (e.text, e.site.kind, e.site.name) for n, e in enumerate(edits))
+    keys = (n if e.site.iteration is None else (e.text, _name_of(e)) for n, e in enumerate(edits))
     return {n: first.setdefault(key, n) for n, key in enumerate(keys)}
+
+
+def _name_of(edit: Edit) -> str:
+    """Return the site of an edit without the numbers of calls."""
+    site = edit.site
+    return f"{site.kind}:{site.name}{ARROW * bool(site.to)}{site.to}"
 
 
 def only_measures(edit: Edit) -> bool:
@@ -217,7 +224,7 @@ def edit_part(graph_view: GraphView, key: str, numbers: Sequence[int], records: 
     times = f" x {len(numbers)}" if len(numbers) > 1 else ""
     names = [str(graph_view.edits[n].site) for n in numbers]
     if len(numbers) > 1 and first.site.iteration is not None:
-        names = [f"{graph_view.edits[n].site.kind}:{graph_view.edits[n].site.name}" for n in numbers]
+        names = [_name_of(graph_view.edits[n]) for n in numbers]
     small = [fold_names(names)]
     lines = [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in numbers]
     clips, quiet = records

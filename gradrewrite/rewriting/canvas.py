@@ -89,7 +89,7 @@ class Canvas:
         point.node = result  # of an activation too, which only the next action reads: the forward is never changed
 
     def replace_behind(self, point: InsertionPoint, readers: Sequence[fx.Node], result: fx.Node) -> None:
-        """Replace the error of a point for these readers, which move behind it."""
+        """Replace the error of a point for these readers; they move behind it."""
         assert point.marker is not None
         current = self.current(point.marker)
         for reader in readers:

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import gradrewrite as gr
 from gradrewrite.passes import CheckFinite, ClipByValue, Keep, NanToNum, Observe, Scale, Store, WeighLosses, Zero
 from gradrewrite.testing import assert_matches_eager
+from gradrewrite.viz._graph_view import read_graph
+from gradrewrite.viz._ladder import build_ladder
 
 from models.saved_tensors import assert_as_expected, trace
 from models.small import Lambda
@@ -455,3 +457,12 @@ def test_views_in_a_branch_are_views_of_the_value(uses: Any) -> None:
     assert_as_expected(trace(plain, gr.on("saved:*", Store("float32")), x), "float32")
     assert [str(edit.site) for edit in graph.edits] == [str(edit.site) for edit in without.edits]
     assert "saved:body" in [str(edit.site) for edit in graph.edits]
+
+
+def test_pictures_tell_the_uses_of_one_value_apart() -> None:
+    rules = [gr.on(f"error:cell->{to}", Scale(0.5)) for to in ("cell", "head")]
+    view = read_graph(rewritten("truncated", *rules, loops="rolled").trace(inputs()))
+    boxes = [part.small for row in build_ladder(view).rows for part in row if part.column == "edit"]
+
+    wanted = ["error:cell#6->head#6", "error:cell->cell", "error:cell->head"]  # the last one is behind the loop
+    assert sorted(box.split(" ")[0] for box in boxes) == wanted
