@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.values import ModuleCall
 from gradrewrite.policy.calls import filled, nearest_sites
-from gradrewrite.policy.insertions import Insertion, OtherValues, ReplaceGroup, ReplaceTensor
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.sites import Pattern, Site
 
 Calls = Sequence[ModuleCall]
@@ -45,9 +45,8 @@ class EagerReads:
 
         PolicyError for one that autograd computes later.
         """
-        reads = insertion.effect.reads if isinstance(insertion.effect, ReplaceTensor | ReplaceGroup) else ""
-        patterns = reads.patterns if isinstance(reads, OtherValues) else ()
-        return [self._one(Pattern.parse(filled(text, site, self._calls[site])), site) for _, text in patterns]
+        texts = [filled(text, site, self._calls[site]) for _, text in insertion.read_patterns]
+        return [self._one(Pattern.parse(text), site) for text in texts]
 
     def _one(self, pattern: Pattern, site: Site) -> Tensor:
         if pattern.kind == "param":

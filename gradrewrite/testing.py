@@ -593,7 +593,7 @@ class _Hooked:
             self._reads.note(site, tensor)
         found = [*self._errors(observer), *self._gradients(args, kwargs)]
         answers = [self._answers(site) for site, *_ in found]
-        is_read = any(insertion.reads_others for own in answers for insertion in own)
+        is_read = any(bool(insertion.read_patterns) for own in answers for insertion in own)
         for (site, register, value), own in zip(found, answers, strict=True):
             self._hook(site, register, value, own, is_read=is_read)
         return out

@@ -144,10 +144,9 @@ def _takes_value(function: Callable[..., Any], reads: Mapping[str, str]) -> bool
     return len(positional) == 2
 
 
-def read_patterns(action: Any) -> list[Pattern]:
-    """Return the patterns of an action's reads."""
-    reads = action.reads if isinstance(action, Call) else ()
-    return [Pattern.parse(re.sub(r"\{\w+\}\.?", "*", text)) for _, text in reads]
+def with_any_names(text: str) -> Pattern:
+    """Return the pattern of a read, with ``*`` for names in braces."""
+    return Pattern.parse(re.sub(r"\{\w+\}\.?", "*", text))
 
 
 def nearest_sites(
@@ -163,5 +162,6 @@ def nearest_sites(
         return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(calls), len(other)))
 
     depths = [shared(own) for _, own in others]
-    near = [n for n, depth in enumerate(depths) if depth == max(depths)]
+    most = max(depths, default=0)
+    near = [n for n, depth in enumerate(depths) if depth == most]
     return [n for n in near if (others[n][0].name, others[n][0].call) == (site.name, site.call)] or near

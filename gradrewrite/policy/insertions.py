@@ -263,10 +263,10 @@ class Insertion:
         return (type(self.action), self.effect.group) if isinstance(self.effect, GroupEffect) else None
 
     @property
-    def reads_others(self) -> bool:
-        """Whether it reads values of other sites."""
+    def read_patterns(self) -> tuple[tuple[str, str], ...]:
+        """Patterns of its further arguments, by keyword."""
         reads = isinstance(self.effect, ReplaceTensor | ReplaceGroup) and self.effect.reads
-        return isinstance(reads, OtherValues) and bool(reads.patterns)
+        return reads.patterns if isinstance(reads, OtherValues) else ()
 
     @property
     def form(self) -> Hashable:

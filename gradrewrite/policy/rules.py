@@ -26,7 +26,7 @@ from gradrewrite.policy.actions import (
     is_action,
     kinds_of,
 )
-from gradrewrite.policy.calls import Call, call, read_patterns
+from gradrewrite.policy.calls import Call, call, with_any_names
 from gradrewrite.policy.frozen import explained
 from gradrewrite.policy.insertions import OF_OPS, SAVED, Insertion
 from gradrewrite.policy.measured_once import measured_once
@@ -348,8 +348,10 @@ def rules_at(policy: Policy, kind: Kind) -> list[Rule]:
 def patterns_of_uses(policy: Policy) -> list[Pattern]:
     """Return a policy's patterns of single uses of values: those of its rules, and of their reads."""
     rules = rules_of(policy)
-    read = (read_patterns(action) for rule in rules for action in actions_of(rule.action, where=rule.pattern))
-    patterns = [*(Pattern.parse(rule.pattern) for rule in rules), *(one for own in read for one in own)]
+    actions = (action for rule in rules for action in actions_of(rule.action, where=rule.pattern))
+    insertions = (found for action in actions if (found := insertion_anywhere(action)) is not None)
+    read = [with_any_names(text) for found in insertions for _, text in found.read_patterns]
+    patterns = [*(Pattern.parse(rule.pattern) for rule in rules), *read]
     return [pattern for pattern in patterns if pattern.to is not None]
 
 

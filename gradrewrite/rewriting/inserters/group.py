@@ -96,7 +96,7 @@ def _replace_group(
 
 
 def _check_order(group: Group, number: int, readers: Sequence[fx.Node], given: Sequence[fx.Node]) -> None:
-    """Raise PolicyError where a changed value leads to another one of the function."""
+    """Raise PolicyError for a changed value before another one of the function."""
     others = {node: n for n, node in enumerate(given) if node is not given[number]}
     found = editing.first_reached(readers, others) if others else None
     if found is not None:

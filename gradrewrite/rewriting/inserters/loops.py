@@ -211,7 +211,7 @@ class _Insertion:
 
     def _let_read(self, own: IterationClass) -> None:
         """Let actions read values of the same iteration."""
-        if any(insertion.reads_others for insertion in own.insertions):
+        if any(insertion.read_patterns for insertion in own.insertions):
             points = points_in(self._loop, self._markers, own.iterations.spans[0][0])
             pairs = zip(self._given, self._body.graph.find_nodes(op="placeholder"), strict=False)
             inputs = {node: self._inputs[outer] for outer, node in pairs if outer in self._inputs}

@@ -271,6 +271,19 @@ class Broken(Net):
         return loss + self.heads[1](h).exp().sum()
 
 
+def test_a_function_of_several_sites_reads_one_use() -> None:
+    net, plain = made(), made()
+    rule = gr.together("error:heads.[12]", with_body, reads={"of": "error:/tanh->heads.0"})
+    gr.transform(net, rule)(batch(0)).backward()
+    h = plain.body(batch(0)).tanh()
+    own = [h * 1, h * 1, h * 1]
+    outputs = [head(one) for head, one in zip(plain.heads, own, strict=True)]
+    loss = plain.finish(outputs)
+    used, *errors = torch.autograd.grad(loss, [own[0], *outputs], retain_graph=True)
+    torch.autograd.backward(outputs, [errors[0], *(e * used.norm() for e in errors[1:])])
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+
+
 def errors_of(net: Net) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of the heads, and their errors."""
     outputs = net.outputs(batch(0))
