@@ -160,7 +160,8 @@ def marking(
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]
         name = "" if region is None else region.name
-        compilation.values = insert_probes(gm, session.names, masks, returned, region=name)
+        own = None if returned is None else [fake for _, fake in returned]
+        compilation.values = insert_probes(gm, session.names, masks, own, region=name)
         compilation.probe_uses(gm)
         compilation.roll_python_loops(gm)
         compilation.probe_ops(gm)
@@ -185,7 +186,7 @@ class GraphCompilation:
     is_last: bool  # no graph break ended it
     inputs: Mapping[int, GraphInput]  # the tensor inputs of the Dynamo graph, by position
     returned: Collection[int]  # positions of the inputs that it returns
-    outputs: frozenset[int] | None  # see ``MarkedJointGraph.returned``
+    outputs: Mapping[int, str] | None  # see ``MarkedJointGraph.returned``
     parallelism: data_parallel.DataParallelism
     region: RegionCall | None = None  # None for a graph of the model
     measured: Measured = "all"
@@ -620,7 +621,7 @@ def _cache_key(compilation: GraphCompilation, gm: fx.GraphModule, inputs: Sequen
     if not folder or (config.in_framework and compilation.session.graphs.joint is None):  # stored code has no graph
         return None
     given = folder, gm, inputs, compilation.values, compilation.inputs, engine.settings, config.policy
-    outputs = None if compilation.outputs is None else sorted(compilation.outputs)
+    outputs = None if compilation.outputs is None else sorted(compilation.outputs.items())
     counts = sorted(compilation.calls_before.items())
     further = (
         compilation.is_last,

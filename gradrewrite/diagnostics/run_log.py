@@ -11,7 +11,7 @@ from typing import Any
 from gradrewrite._utils import formatting
 from gradrewrite._utils.formatting import table_of
 from gradrewrite.ir.outputs import ClipRecords, SiteOp, Stack
-from gradrewrite.ir.record_key import RecordKey, without_label
+from gradrewrite.ir.record_key import RecordKey, without_label, without_loss
 from gradrewrite.sites import TRAITS, kinds_with
 
 MIN_STEPS = 5  # fewer values show no trend
@@ -273,7 +273,7 @@ def as_executed(sites: Iterable[str]) -> list[str]:
 
 def rule_of(site: str, action: str, bound: float, further: str = "") -> str:
     """Return the code of a clip at one site, of its model."""
-    name = glob.escape(without_label(site)[0])
+    name = glob.escape(without_loss(without_label(site)[0]))
     literal = f'"{name}"' if repr(name) == f"'{name}'" and '"' not in name else repr(name)
     return f"gr.on({literal}, {action}({float(f'{bound:.2g}'):g}{further}))"
 

@@ -125,12 +125,13 @@ def returned_inputs(graph: fx.Graph) -> set[int]:
     return {position for position, node in enumerate(inputs) if _differentiable_storage(node) in storages}
 
 
-def positions_of(graph: fx.Graph, returned: Sequence[Tensor] | None) -> frozenset[int] | None:
-    """Return the positions of fake tensors among the outputs of a Dynamo graph; None for all."""
+def positions_of(graph: fx.Graph, returned: Sequence[tuple[str, Tensor]] | None) -> dict[int, str] | None:
+    """Return the paths of fake tensors by their positions among the outputs of a Dynamo graph; None for all."""
     if returned is None:
         return None
-    known = set(map(id, returned))
-    return frozenset(n for n, node in enumerate(editing.outputs_of(graph.output_node())) if id(fake_of(node)) in known)
+    paths = {id(fake): path for path, fake in reversed(returned)}
+    outputs = enumerate(editing.outputs_of(graph.output_node()))
+    return {n: paths[id(fake)] for n, node in outputs if id(fake := fake_of(node)) in paths}
 
 
 def _differentiable_storage(node: fx.Node) -> int | None:

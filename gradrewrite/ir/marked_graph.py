@@ -25,8 +25,9 @@ class MarkedJointGraph:
     is_last: bool = True  # the gradients of its outputs come from outside of the model, not from behind a graph break
     call: int = 0  # how many calls of the same graph came before, in one call of the model
     is_whole: bool = True  # it holds all that one call of the model does
-    # Positions of the outputs of the Dynamo graph that the call returns; the others are stored. None if all are.
-    returned: frozenset[int] | None = None
+    # The outputs of the Dynamo graph that the call returns: position and path in the value that it returns, as
+    # ``terms.energy``. The others are stored. None if all are returned.
+    returned: Mapping[int, str] | None = None
     # of these inputs and of their gradients, where they are DTensors
     layouts: InputLayouts = field(default_factory=InputLayouts)
     counts: Mapping[str, int] = field(default_factory=dict)  # calls in other graphs before it, by module and op

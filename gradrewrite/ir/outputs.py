@@ -251,10 +251,13 @@ class BackwardOutputs:
         )
 
     @cached_property
-    def kept(self) -> tuple[tuple[str, Site, int | None], ...]:
-        """Kinds, sites and intervals of kept tensors; kinds as in ``Keep``."""
-        kept = ((p.report.what, p.site, p.every) for p in self.placed if isinstance(p.report, Kept))
-        return tuple((what, replace(site, name=f"{site.name}{self.label}"), every) for what, site, every in kept)
+    def kept(self) -> tuple[tuple[str, Site, str, int | None], ...]:
+        """Kinds, sites, losses and intervals of kept tensors; kinds as in ``Keep``."""
+        kept = ((p.report, p.site, p.every) for p in self.placed if isinstance(p.report, Kept))
+        return tuple(
+            (report.what, replace(site, name=f"{site.name}{self.label}"), report.loss, every)
+            for report, site, every in kept
+        )
 
     @cached_property
     def ops(self) -> tuple[SiteOp, ...]:
@@ -356,9 +359,9 @@ class BackwardOutputs:
         due = {every: is_due(every) for every, _ in self._sampled}
         return frozenset(key for every, keys in self._sampled if not due[every] for key in keys)
 
-    def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Site] | None]:
-        """Return kinds and sites of kept tensors; None if not due."""
-        return [(what, site) if is_due(every or 1) else None for what, site, every in self.kept]
+    def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Site, str] | None]:
+        """Return kinds, sites and losses of kept tensors; None if not due."""
+        return [(what, site, loss) if is_due(every or 1) else None for what, site, loss, every in self.kept]
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """Split the tensors: packs, kept tensors, new states."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 _PLACED = re.compile(r"(.*?)(@\d+)?(#\d+)?", re.DOTALL)
+_OF_LOSS = re.compile(r"(.*)\[[^\W\d][^][]*\](#\d+)?", re.DOTALL)
 _NUMBERED = re.compile(r"(.*)\.([2-9]|[1-9][0-9]{1,8})", re.DOTALL)
 
 
@@ -20,6 +21,17 @@ def without_label(site: str) -> tuple[str, str]:
     found = _PLACED.fullmatch(site)
     assert found is not None
     return f"{found[1]}{found[3] or ''}", found[2] or ""
+
+
+def with_loss(site: str, loss: str) -> str:
+    """Put the name of a loss behind a site, before the number of a call: ``gradient:w[energy]``; ``""`` for none."""
+    return with_label(site, f"[{loss}]") if loss else site
+
+
+def without_loss(site: str) -> str:
+    """Return the site of a record without the name of a loss."""
+    found = _OF_LOSS.fullmatch(site)
+    return site if found is None else f"{found[1]}{found[2] or ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,7 @@ class Kept:
 
     what: str  # ``Keep.what``
     number: int  # position of its output
+    loss: str = ""  # the name of the loss that it is the gradient of; "" for that of all
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,13 +250,21 @@ class Monitor:
             raise _no_record(address, [name for row in rows for name in row])
         return [row.get(address, math.nan) for row in rows]
 
-    def kept(self, what: Literal["tensor", "example_norms", "second_moment"] = "tensor") -> dict[Site, Tensor]:
+    def kept(
+        self, what: Literal["tensor", "example_norms", "second_moment"] = "tensor", *, loss: str | None = None
+    ) -> dict[Site, Tensor]:
         """Return copies of the tensors kept in the last backward.
 
         They are those of ``Keep(what)``, on their device, with their dtype, by site or the text of a site.
 
+        Args:
+            what: What ``Keep`` keeps.
+            loss: The name of a loss, where ``WeighLosses`` takes the backward apart and ``Keep`` comes before it: its
+                key in the mapping that the model returns, or ``"loss0"``, ``"loss1"`` in their order. None for the
+                gradient of all losses.
+
         Raises:
-            ValueError: ``what`` is nothing that ``Keep`` keeps.
+            ValueError: ``what`` is nothing that ``Keep`` keeps, or of this loss nothing was kept.
         """
         known = ("tensor", "example_norms", "second_moment")
         if what not in known:
@@ -265,7 +273,12 @@ class Monitor:
             self._recorder.messages.flush()
             records = self._recorder.records
             found = records[-1].kept if records else {}
-            return _Kept({site: tensor for (own, site), tensor in found.items() if own == what})
+        losses = dict.fromkeys(of for _, _, of in found if of)
+        if loss is not None and found and loss not in losses:
+            raise ValueError(
+                f"nothing was kept of the loss {loss!r}; there is: {', '.join(losses) or 'none by itself'}"
+            )
+        return _Kept({site: tensor for (own, site, of), tensor in found.items() if (own, of) == (what, loss or "")})
 
     def table(self, pattern: str = "*") -> Table:
         """Records over the steps in the buffer; ``print`` shows it. Waits for the device.

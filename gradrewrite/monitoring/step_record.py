@@ -91,7 +91,7 @@ class StepRecord:
     is_accumulated: bool = False  # whether updates have several, as far as that is known by then
     update_key: int = -1  # equal for the backwards of one update; each has its own without a guard
     graphs: list[GraphRecord] = field(default_factory=list)  # its graphs, in the order in which their backwards ran
-    kept: dict[tuple[str, Site], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[str, Site, str], Tensor] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)  # groups that were clipped
     host_values: dict[RecordKey, float] = field(default_factory=dict)  # records that the host knows (learning rates)
     # Records that came after the backward, by their keys.

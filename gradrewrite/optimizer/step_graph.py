@@ -384,7 +384,7 @@ class _Builder:
         labels += ["grad_scale" if is_divided else "factor"] * len(self.factors)
         labels += ["total norm"] * len(totals)
         labels += ["votes"] * (self.votes is not None)
-        labels += ["records"] * len(outputs.packs) + [f"kept {site}" for _, site, _ in outputs.kept]
+        labels += ["records"] * len(outputs.packs) + [f"kept {site}" for _, site, *_ in outputs.kept]
         labels += [f"state {key}" for key, _ in outputs.states]
         before = JointGraph(
             editing.graph_of([(node.name, value_of(node)) for node in self.nodes], len(self.nodes)),

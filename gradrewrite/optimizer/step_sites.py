@@ -440,7 +440,7 @@ class StepSites:
             forms = [form_of(t) for t in live]
             run = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
         known = {asked[n][0]: number for number, n in enumerate(own)}
-        kept = tuple(known[site] for _, site, _ in rewrite.outputs.kept)
+        kept = tuple(known[site] for _, site, *_ in rewrite.outputs.kept)
         return _Work(_Plan(rewrite, run, live, forms, own, kept), exchange, self._judgings(rewrite.judges), is_agreed)
 
     def _note_values(self, asked: _Asked) -> None:

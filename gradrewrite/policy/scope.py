@@ -81,7 +81,6 @@ class Context:
     earlier_group: str = ""  # a group action that comes before it
     is_weighed_upstream: bool = False
     first_device: str = ""  # that of its first gradient, where it is another one
-    keeps_each: bool = False  # the action keeps a tensor of each loss
     # Of the losses of a model.
     returned: str = ""  # the shapes of its outputs, where none is a loss
     too_many_losses: str = ""
@@ -274,12 +273,6 @@ REFUSALS = (
         lambda insertion, at: bool(at.first_device),
         "{at.site}: {action} has gradients on {at.first_device} and on {at.site.device}; give the sites of each device "
         "a group of their own",
-        "losses",
-    ),
-    Limit(
-        lambda insertion, at: at.keeps_each,
-        "{at.site}: {action} is asked for the gradient of each loss, and a site keeps one tensor. List it behind "
-        "WeighLosses, where it keeps the weighted sum; Observe has figures of each loss",
         "losses",
     ),
     Limit(

@@ -18,7 +18,6 @@ from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.markers import number_of, read_markers, value_of
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.values import ModuleCall, shape_of
-from gradrewrite.rewriting.record_nodes import LossOf
 from gradrewrite.sites import Site
 
 
@@ -41,7 +40,7 @@ class InsertionPoint:
     is_sum: bool = False  # the value is added up to be measured; nothing reads it
     replicas: int = 1  # how many ranks have the same value
     loss: int | None = None  # number of the loss that the value is the gradient of; None of all
-    records_of: LossOf | None = None  # whose number its records have: that of this loss, or of the only one here
+    records_of: str = ""  # the name of the loss that its records are of: this one, or the only one here
 
     def __post_init__(self) -> None:
         """Note the ranks of a DTensor: the global one is measured."""

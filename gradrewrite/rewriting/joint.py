@@ -193,7 +193,7 @@ def _weigh_losses(rewrite: _Rewrite) -> None:
     for weighing in rewrite.separated.weighings:
         rewrite.plain |= weigh_losses(rewrite.canvas, weighing)
     for point, late in rewrite.separated.late.items():
-        point.records_of = None  # no longer the gradient of one loss
+        point.records_of = ""  # no longer the gradient of one loss
         insert(rewrite.canvas, point, late)
 
 

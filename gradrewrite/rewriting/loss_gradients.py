@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from gradrewrite.sites import Site
 
 _aten = torch.ops.aten
 MOST = 32  # losses
+_NAME = re.compile(r"[^\W\d][\w .:/-]*")  # of a loss; positions in a tuple are none
 Rows: TypeAlias = Mapping[int, fx.Node]  # gradients of one tensor, by the number of the loss; 0 where there is none
 Copies: TypeAlias = dict[int, dict[fx.Node, fx.Node]]  # of nodes, by loss
 
@@ -46,6 +48,11 @@ class Losses:
     vector: fx.Node | None  # the tangent of the one output with all losses, ``[number]``
     others: frozenset[int]  # positions of other differentiable outputs of the Dynamo graph
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by number: losses that a loss is computed from
+    names: Mapping[int, str] = field(default_factory=dict)  # by number; none without one in what the model returns
+
+    def name(self, number: int) -> str:
+        """The name of a loss in the keys of records: ``energy``, or ``loss1`` without one of its own."""
+        return self.names.get(number, f"loss{number}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,8 @@ def find_losses(marked: MarkedJointGraph, asks: AsksForLosses) -> Losses:
         numbered = {node: frozenset([number]) for number, (_, node) in enumerate(scalars)}
         tangents = {node: numbered.get(node, frozenset()) for node in by_tangent}
         found = _checked(len(scalars), asks), tangents, None, frozenset(others - {at for at, _ in scalars})
-        return Losses(*found, _parts(graph, [node for _, node in scalars]))
+        names = {} if returned is None else _names([returned[at] for at, _ in scalars])
+        return Losses(*found, _parts(graph, [node for _, node in scalars]), names)
     if len(vectors) == 1 and isinstance(value_of(vectors[0][1]).shape[0], int):
         ((at, node),) = vectors
         number = _checked(value_of(node).shape[0], asks)
@@ -90,6 +98,11 @@ def _checked(number: int, asks: AsksForLosses) -> int:
         text = f"{number} losses, each of which would have a backward of its own; at most {MOST}"
         refuse(asks.insertion, Context(asks.site, too_many_losses=text))
     return number
+
+
+def _names(paths: Sequence[str]) -> dict[int, str]:
+    """Return the paths that are names, by the numbers of the losses."""
+    return {n: path for n, path in enumerate(paths) if _NAME.fullmatch(path) and paths.count(path) == 1}
 
 
 def _parts(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[int, list[int]]:

@@ -16,7 +16,6 @@ from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.loss_gradients import AsksForLosses, LossGradients
 from gradrewrite.rewriting.lowering import Group, InsertionPlan, reads_losses
-from gradrewrite.rewriting.record_nodes import LossOf
 
 ByLoss = Mapping[int, InsertionPoint]
 
@@ -131,20 +130,19 @@ def separate(plan: InsertionPlan, groups: Sequence[Group], losses: LossGradients
     _refuse_shared([*groups, *plan.groups], set(groups), markers)
     for point in plan.single:
         _refresh(point)
-    number = losses.losses.number
     everywhere = {point for group in groups if _is_everywhere(group) for point in group.points}
     members = {
-        point: {k: _point_of(point, LossOf(k, number), node) for k, node in own.items()}
+        point: {k: _point_of(point, k, losses.losses.name(k), node) for k, node in own.items()}
         for point, own in zip(targets, rows, strict=True)
         if len(own) > 1 or (own and point in everywhere)
     }
     left = [(point, own) for point, own in zip(targets, rows, strict=True) if point not in members]
     alone = {point: k for point, own in left for k in own}
     for point, k in alone.items():
-        point.records_of = LossOf(k, number)
+        point.records_of = losses.losses.name(k)
     split = {
         point: {
-            k: _point_of(point, LossOf(k, number), marker.all_input_nodes[0], marker)
+            k: _point_of(point, k, losses.losses.name(k), marker.all_input_nodes[0], marker)
             for k, marker in markers[point.marker].items()
         }
         for point in plan.single
@@ -223,6 +221,8 @@ def _refresh(point: InsertionPoint) -> None:
         point.node = editing.outputs_of(point.before)[point.output]
 
 
-def _point_of(point: InsertionPoint, of: LossOf, node: fx.Node, marker: fx.Node | None = None) -> InsertionPoint:
+def _point_of(
+    point: InsertionPoint, loss: int, name: str, node: fx.Node, marker: fx.Node | None = None
+) -> InsertionPoint:
     before = point.before if marker is None else marker
-    return replace(point, node=node, before=before, marker=marker, output=None, loss=of.number, records_of=of)
+    return replace(point, node=node, before=before, marker=marker, output=None, loss=loss, records_of=name)

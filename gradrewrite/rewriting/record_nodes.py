@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 from typing_extensions import assert_never
 
-from gradrewrite.ir.record_key import RecordKey, with_label
+from gradrewrite.ir.record_key import RecordKey, with_label, with_loss
 from gradrewrite.ir.reports import BOUNDS, SHARE_OF_MEMBER, Check, Figures, Leaf, NormClip, Scalars, ValueClip
 
 
@@ -25,52 +25,40 @@ class RecordNode:
     statistics: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LossOf:
-    """The loss that a record is of."""
-
-    number: int
-    count: int  # how many losses there are
-
-
 class RecordNumbering:
     """The keys of the records of a graph; the only place that numbers occurrences."""
 
     def __init__(self, label: str = "") -> None:
         self.label = label  # behind each site; see ``RewriteConfig.label``
         self._number: dict[RecordKey, int] = {}  # of the occurrence, of a name that a user may have given with one
-        self._losses: dict[tuple[str, str], int] = {}  # how many losses have numbers, by name and place
 
-    def new(
-        self, names: Iterable[str], where: str, *, occurrence: int = 1, loss: LossOf | None = None
-    ) -> list[RecordKey]:
+    def new(self, names: Iterable[str], where: str, *, occurrence: int = 1, loss: str = "") -> list[RecordKey]:
         """Make the keys of new records: each with this occurrence if it is free, else with the first that is.
 
-        Records of the gradients of single losses have the numbers of these: of three losses the second has 2, 5, 8.
-        What comes behind them at one place has none of the numbers of losses, used or not.
+        Those of the gradient of one loss have its name behind the site: ``norm@gradient:w[energy]``.
         """
-        found, where = [], with_label(where, self.label)
+        found, where = [], with_label(with_loss(where, loss), self.label)
         for name in names:
-            if loss is not None:
-                self._losses[name, where] = loss.count
-                numbers: Iterable[int] = itertools.count(loss.number + 1, loss.count)
-            else:
-                numbers = itertools.chain([occurrence], itertools.count(1))
-                numbers = filter(self._losses.get((name, where), 0).__lt__, numbers)
-            wanted = ((_key(name, n, where), n) for n in numbers)
+            wanted = ((_key(name, n, where), n) for n in itertools.chain([occurrence], itertools.count(1)))
             key, number = next((k, n) for k, n in wanted if k not in self._number)
             self._number[key] = number
             found.append(key)
         return found
 
     def of_action(
-        self, reports: Sequence[Figures[Leaf]], where: str, members: Sequence[str] = (), loss: LossOf | None = None
+        self,
+        reports: Sequence[Figures[Leaf]],
+        where: str,
+        members: Sequence[str] = (),
+        loss: str = "",
+        of_each: Collection[str] | None = None,
     ) -> list[tuple[Figures[RecordKey], RecordKey | None]]:
         """Make the keys of the reports of one action, each with the key of the factor of a clip.
 
         A bound has the occurrence of the norm of its clip, a limit that of ``clipped``, and a factor that of the norm.
         Of the records of a tensor function ``bound`` has the occurrence of the first other one, ``limit`` of the last.
-        ``members`` are the sites of a group, ``loss`` is that of the gradient.
+        ``members`` are the sites of a group, ``loss`` is the name of that of the gradient.
+        Of a function that is given all losses only the records in ``of_each`` are of this one.
         """
         placed: dict[int, tuple[Figures[RecordKey], RecordKey | None]] = {}
         sites = iter(members)
@@ -80,7 +68,8 @@ class RecordNumbering:
             if name in BOUNDS:
                 position = 0 if _is_bound(report) and name == "bound" else -1
                 return self.new([name], where, occurrence=numbers[position] if numbers else 1)[0]
-            (found,) = self.new([name], next(sites) if name == SHARE_OF_MEMBER else where, loss=loss)
+            own = loss if of_each is None or name in of_each else ""
+            (found,) = self.new([name], next(sites) if name == SHARE_OF_MEMBER else where, loss=own)
             if name != SHARE_OF_MEMBER:
                 numbers.append(self._number[found])
             return found

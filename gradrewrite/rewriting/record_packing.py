@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,7 +36,7 @@ from gradrewrite.ir.values import num_bytes
 from gradrewrite.numerics.measuring import OP_MEASURE, OP_PACK, pack, text_of
 from gradrewrite.policy.insertions import Insertion, MeasureTensor, ReplaceTensor
 from gradrewrite.rewriting.forward_values import ForwardValues
-from gradrewrite.rewriting.record_nodes import LossOf, RecordNode, RecordNumbering
+from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.sites import Site
 
 # Bytes that are measured by one operation on the CPU. It keeps tensors alive for longer than the graph would, and reads
@@ -71,20 +71,20 @@ class RecordPacking:
         outputs: Sequence[fx.Node],
         members: Sequence[Site] = (),
         replicas: int = 1,
-        loss: LossOf | None = None,
+        loss: str = "",
         seen: Anchor | None = None,
     ) -> list[RecordKey]:
         """Place the reports of a traced action; return the keys of its records.
 
         ``site`` is that of the insertion, or the first of a group, ``members`` are the sites of a group. ``loss`` is
-        that of the gradient, where it is not that of all. ``seen`` is the node that checks look at.
+        the name of that of the gradient, where it is not that of all. ``seen`` is the node that checks look at.
         """
         figures: list[Figures[Leaf]] = []
         for report in reports:
             match report:
                 case Kept(_, number):
                     self.kept.append(outputs[number])
-                    self._place(insertion, site, report)
+                    self._place(insertion, site, replace(report, loss=loss))
                 case StateUpdate(key, state, number, is_carried):
                     if key in self.states and not is_carried:
                         raise CallbackError(
@@ -95,7 +95,7 @@ class RecordPacking:
                     figures.append(report)
                 case _:
                     assert_never(report)
-        found = self.numbering.of_action(figures, str(owner), list(map(str, members)), loss)
+        found = self.numbering.of_action(figures, str(owner), list(map(str, members)), loss, _of_each_loss(insertion))
         tensor = self._tensor_of(insertion, site, replicas)
         keys: dict[tuple[int, int], RecordKey] = {}
         skipping = {one.count for one, _ in found if isinstance(one, Check) and one.on_failure == "skip"}
@@ -120,7 +120,7 @@ class RecordPacking:
         site: Site,
         *,
         replicas: int = 1,
-        loss: LossOf | None = None,
+        loss: str = "",
         seen: Anchor | None = None,
     ) -> tuple[RecordKey, ...]:
         """Place the statistics of a measurement that is made elsewhere; return the keys of its records."""
@@ -321,3 +321,11 @@ def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple
     if size > BATCH or (writes and records[0].is_forward):  # which may change at the end what was computed before
         measure()
     return [*done, *batch], new
+
+
+def _of_each_loss(insertion: Insertion) -> Collection[str] | None:
+    """Return the names of the records of one loss, where a function is given those of all; None for all records."""
+    effect = insertion.effect
+    if not (isinstance(effect, ReplaceTensor) and effect.reads == "losses"):
+        return None
+    return () if effect.of_others is None else effect.of_others.statistics

@@ -13,7 +13,6 @@ from gradrewrite.errors import CallbackError
 from gradrewrite.ir.bases import base_of
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.ir.reports import Kept
 from gradrewrite.numerics.statistics import IN_UNITS
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
@@ -37,8 +36,7 @@ from gradrewrite.policy.insertions import (
     WeighExampleGradients,
     WeighLossGradients,
 )
-from gradrewrite.policy.scope import Context, refuse
-from gradrewrite.rewriting.action_tracing import TracedAction, check_dense
+from gradrewrite.rewriting.action_tracing import check_dense
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.example_gradients import Asked
 from gradrewrite.rewriting.insertion_points import InsertionPoint
@@ -87,7 +85,6 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
                 raise AssertionError(f"{insertion.action!r} is at no single point of a gradient")
             case _:
                 assert_never(insertion.effect)
-        _check_kept(point, insertion, traced)
         given, seen = (insertion, point.site, point.site, traced.reports, extras), Anchor(before.name, point.order)
         keys = canvas.packing.add(*given, replicas=point.replicas, loss=point.records_of, seen=seen)
         made = tuple(node.name for node in (*canvas.take_new(), *new))
@@ -166,12 +163,6 @@ def _measure(canvas: Canvas, point: InsertionPoint, insertion: Insertion, measur
     statistics, is_forward = tuple(measure.statistics.values()), point.site.traits.in_forward
     skips = measure.fails == "skip"
     canvas.packing.records.append(RecordNode(keys, point.node, is_forward, skips, statistics))
-
-
-def _check_kept(point: InsertionPoint, insertion: Insertion, traced: TracedAction) -> None:
-    """Raise PolicyError for tensors that are to be kept of each of several losses: one site has one."""
-    keeps_each = point.loss is not None and any(isinstance(report, Kept) for report in traced.reports)
-    refuse(insertion, Context(point.site, keeps_each=keeps_each))
 
 
 def _is_on_cuda(node: fx.Node) -> bool:

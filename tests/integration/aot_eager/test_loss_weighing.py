@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -198,10 +201,11 @@ def test_records_of_what_acts_on_each_loss(further: tuple[str, ...]) -> None:
     plain.two.register_forward_hook(lambda _, __, out: outputs.append(out))
     norms = [float(torch.autograd.grad(loss, outputs[0], retain_graph=True)[0].norm()) for loss in plain(x)]
 
-    assert [found["norm@error:two"], found["norm.2@error:two"]] == pytest.approx(norms)
+    assert [found["norm@error:two[loss0]"], found["norm@error:two[loss1]"]] == pytest.approx(norms)
     if further:
         assert [found["loss_norm_0@error:two"], found["loss_norm_1@error:two"]] == pytest.approx(norms)
-    assert "loss_norm_0.2@error:two" not in found
+    of_all = {key for key in found if key.startswith("loss_norm_0")}
+    assert of_all == {"loss_norm_0@group:default", *["loss_norm_0@error:two"] * len(further)}
 
 
 @pytest.mark.broad
@@ -211,16 +215,15 @@ def test_sampled_losses_beside_weighed_ones() -> None:
     clips = [gr.on("error:two", ClipByNorm(0.1)), gr.on("gradient:[ot]*", WeighLosses(UPGrad()))]
     observe = [gr.on("error:two", every[:2]), gr.on("gradient:[ot]*", every)]
     model, gradients = weighed([*observe, *clips], monitor=gr.Monitor(sample=1))
-    always = {key for key in model.monitor.latest() if key.startswith(("max_abs", "norm.3", "norm.4", "loss_weight"))}
+    always = {key for key in model.monitor.latest() if key.startswith(("max_abs", "loss_weight"))}
     again = step(model, net()[1])
     between = model.monitor.latest()
 
     assert_same(again, gradients, 0.0)
     assert [report.measured for report in model.explain().graphs] == ["all", "every step"]
     assert not any(key.startswith("loss_norm_0@gradient") for key in between)
-    assert {"loss_weight_1@group:default", "norm.3@error:two"} <= always
+    assert {"loss_weight_1@group:default", "max_abs@error:two[loss1]"} <= always
     assert always <= between.keys()
-    assert not any(key.startswith("norm.2") for key in between)
     assert_same(gradients, weighed(clips)[1], 0.0)
 
 
@@ -411,7 +414,7 @@ def test_a_check_counts_in_each_loss_and_says_which_was_not_finite() -> None:
         step(model, net()[1], (1.0, float("inf")))
     found = model.monitor.latest()
 
-    assert [found["nonfinite@error:two"], found["nonfinite.2@error:two"]] == [0, 15]
+    assert [found["nonfinite@error:two[loss0]"], found["nonfinite@error:two[loss1]"]] == [0, 15]
 
 
 @pytest.mark.broad
@@ -806,7 +809,7 @@ class Branches(nn.Module):
 
 @pytest.mark.broad
 @pytest.mark.parametrize("sampled", [False, True])
-def test_records_have_the_numbers_of_the_losses(sampled: bool) -> None:
+def test_records_have_the_names_of_the_losses(sampled: bool) -> None:
     plain, x = Branches().double(), torch.randn(5, 3, dtype=torch.float64)
     observe = Observe("max_abs", every=2) if sampled else Observe("max_abs")
     seen = [observe, WeighLosses(MGDA()), observe]
@@ -815,28 +818,93 @@ def test_records_have_the_numbers_of_the_losses(sampled: bool) -> None:
     parameters = dict(plain.named_parameters())
     for k, loss in enumerate(plain(x)):
         found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
-        suffix = f".{k + 1}" if k else ""
         wanted |= {
-            f"max_abs{suffix}@gradient:{name}": float(g.abs().max())
+            f"max_abs@gradient:{name}[loss{k}]": float(g.abs().max())
             for name, g in zip(parameters, found, strict=True)
             if g is not None
         }
     torch.stack(model(x)).sum().backward()
     records = {key: value for key, value in model.monitor.latest().items() if key.startswith("max_abs")}
-    of_sums = {f"max_abs.4@gradient:{name}": float(p.grad.abs().max()) for name, p in model.named_parameters()}
+    of_sums = {f"max_abs@gradient:{name}": float(p.grad.abs().max()) for name, p in model.named_parameters()}
 
     assert records == pytest.approx(wanted | of_sums)
 
 
-@pytest.mark.broad
-@pytest.mark.parametrize("site", ["gradient:trunk.weight", "error:/tanh"])
-def test_keep_in_front_of_several_losses_is_refused(site: str) -> None:
-    policy = [gr.on(site, Keep()), gr.on("gradient:trunk.*", WeighLosses(MGDA()))]
-    model = gr.transform(Branches(), policy)
-    with pytest.raises(gr.PolicyError, match=rf"{site}: Keep\(\) is asked for the gradient of each loss"):
-        model(torch.randn(5, 3))
+class Named(Branches):
+    """Its losses are in a mapping, in a data class, or in a nested mapping."""
 
-    behind = gr.transform(Branches(), gr.on("gradient:trunk.weight", [WeighLosses(MGDA()), Keep()]))
-    torch.stack(behind(torch.randn(5, 3))).sum().backward()
-    ((_, kept),) = behind.monitor.kept().items()
-    torch.testing.assert_close(kept, behind.trunk.weight.grad)
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        a, b, c = super().forward(x)
+        if self.kind == "mapping":
+            return {"features": x + self.trunk.bias.sum(), "energy": a, "forces": b, "stress": c}
+        if self.kind == "nested":
+            return x, {"terms": {"energy": a, "forces": b}, "stress": c}
+        return Losses(energy=a, forces=b, stress=c)
+
+
+@dataclasses.dataclass
+class Losses:
+    """Losses as attributes."""
+
+    energy: Tensor
+    forces: Tensor
+    stress: Tensor
+
+    def values(self) -> list[Tensor]:
+        return [self.energy, self.forces, self.stress]
+
+
+def of_output(output: Any) -> list[Tensor]:
+    """The losses in the order of the outputs."""
+    if isinstance(output, tuple):
+        output = output[1]["terms"] | {"stress": output[1]["stress"]}
+    return [value for value in output.values() if value.dim() == 0]
+
+
+@contextlib.contextmanager
+def first_tanh() -> Iterator[list[Tensor]]:
+    """The results of ``tanh`` in the block."""
+    seen: list[Tensor] = []
+    plain = Tensor.tanh
+
+    def tanh(tensor: Tensor) -> Tensor:
+        seen.append(plain(tensor))
+        return seen[-1]
+
+    with mock.patch.object(Tensor, "tanh", tanh):
+        yield seen
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("mapping", ["energy", "forces", "stress"]),
+        ("nested", ["loss0", "loss1", "loss2"]),  # paths that begin with a position
+        ("attributes", ["energy", "forces", "stress"]),
+    ],
+)
+@pytest.mark.parametrize("site", ["gradient:trunk.weight", "error:/tanh"])
+def test_records_and_kept_tensors_of_each_loss(kind: str, names: list[str], site: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Named(kind).double(), torch.randn(5, 3, dtype=torch.float64)
+    policy = [gr.on(site, [Keep(), Observe("norm")]), gr.on("gradient:trunk.*", [WeighLosses(UPGrad()), Keep()])]
+    model = gr.transform(copy.deepcopy(plain), policy)
+    for _ in range(3):
+        model.zero_grad()
+        sum(of_output(model(x))).backward()
+        with first_tanh() as seen:
+            losses = of_output(plain(x))
+        target = plain.trunk.weight if site.startswith("gradient") else seen[0]
+        for name, loss in zip(names, losses, strict=True):
+            (wanted,) = torch.autograd.grad(loss, target, retain_graph=True)
+            torch.testing.assert_close(model.monitor.kept(loss=name)[site], wanted, atol=0, rtol=1e-10)
+            assert model.monitor.latest()[f"norm@{site}[{name}]"] == pytest.approx(float(wanted.norm()))
+        behind = model.monitor.kept()["gradient:trunk.weight"]
+        torch.testing.assert_close(behind, model.trunk.weight.grad, atol=0, rtol=0)
+    with pytest.raises(ValueError, match=rf"of the loss 'drag'; there is: .*{names[0]}"):
+        model.monitor.kept(loss="drag")

@@ -136,6 +136,23 @@ def test_weighed_losses_out_of_the_cache() -> None:
         assert not torch.equal(found[0], wanted[0])
 
 
+@pytest.mark.parametrize("keys", [("energy", "forces"), ("first", "second")])
+def test_names_of_losses_are_a_part_of_the_key(keys: tuple[str, str]) -> None:
+    class Named(SeveralLosses):
+        def forward(self, x: Tensor) -> Any:
+            return dict(zip(keys, super().forward(x), strict=True))
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    policy = gr.on("gradient:trunk.weight", [Observe("norm"), Keep(), WeighLosses(UPGrad())])
+    model = gr.transform(Named(nn.Linear(4, 6), torch.ones(3, 4), 2), policy)
+    model.compile()
+    sum(model(torch.linspace(-1, 1, 12).reshape(3, 4)).values()).backward()
+    for key in keys:
+        (kept,) = model.monitor.kept(loss=key).values()
+        assert model.monitor.latest()[f"norm@gradient:trunk.weight[{key}]"] == pytest.approx(float(kept.norm()))
+
+
 def test_another_output_than_the_losses_is_refused_out_of_the_cache_too() -> None:
     class WithFeatures(SeveralLosses):
         def forward(self, x: Tensor) -> Any:

@@ -76,7 +76,7 @@ def test_outputs_are_read_from_placed_reports() -> None:
     assert outputs.undue(lambda every: every == 4) == {key("zeros"), key("largest")}
     assert outputs.undue(lambda every: every == 3) == frozenset()
     assert outputs.kept_keys(lambda every: every == 3) == [None]
-    assert [(what, str(site)) for what, site, _ in outputs.kept] == [("tensor", "error:a@1#1")]
+    assert [(what, str(site)) for what, site, *_ in outputs.kept] == [("tensor", "error:a@1#1")]
 
 
 def test_groups_are_clips_without_a_call() -> None:

@@ -190,12 +190,6 @@ CASES: dict[str, tuple[Any, Context, str, Context]] = {
         r"has gradients on cuda:0 \(gradient:v\) and on cpu; give the sites of each device a group of their own",
         Context(site()),
     ),
-    "kept_of_each_loss": (
-        P.Keep(),
-        Context(site(), keeps_each=True),
-        r"Keep\(\) is asked for the gradient of each loss, and a site keeps one tensor\. List it behind WeighLosses",
-        Context(site()),
-    ),
     "no_loss": (
         LOSSES,
         Context(site(), returned="(2, 3)."),
