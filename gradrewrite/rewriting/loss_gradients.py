@@ -48,7 +48,7 @@ class Losses:
     vector: fx.Node | None  # the tangent of the one output with all losses, ``[number]``
     others: frozenset[int]  # positions of other differentiable outputs of the Dynamo graph
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by number: losses that a loss is computed from
-    names: Mapping[int, str] = field(default_factory=dict)  # by number; none without one in what the model returns
+    names: Mapping[int, str] = field(default_factory=dict)  # by number; empty if one has none
 
     def name(self, number: int) -> str:
         """The name of a loss in the keys of records: ``energy``, or ``loss1`` without one of its own."""
@@ -101,8 +101,9 @@ def _checked(number: int, asks: AsksForLosses) -> int:
 
 
 def _names(paths: Sequence[str]) -> dict[int, str]:
-    """Return the paths that are names, by the numbers of the losses."""
-    return {n: path for n, path in enumerate(paths) if _NAME.fullmatch(path) and paths.count(path) == 1}
+    """Return the names of losses by their numbers; nothing if one has none of its own."""
+    is_named = all(map(_NAME.fullmatch, paths)) and len(set(paths)) == len(paths)
+    return dict(enumerate(paths)) if is_named else {}
 
 
 def _parts(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[int, list[int]]:

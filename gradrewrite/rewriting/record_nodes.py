@@ -65,10 +65,10 @@ class RecordNumbering:
         numbers: list[int] = []  # the occurrences of the records at the site that bound nothing
 
         def key(name: str, _: Leaf) -> RecordKey:
+            own = loss if of_each is None or name in of_each else ""
             if name in BOUNDS:
                 position = 0 if _is_bound(report) and name == "bound" else -1
-                return self.new([name], where, occurrence=numbers[position] if numbers else 1)[0]
-            own = loss if of_each is None or name in of_each else ""
+                return self.new([name], where, occurrence=numbers[position] if numbers else 1, loss=own)[0]
             (found,) = self.new([name], next(sites) if name == SHARE_OF_MEMBER else where, loss=own)
             if name != SHARE_OF_MEMBER:
                 numbers.append(self._number[found])
@@ -76,15 +76,15 @@ class RecordNumbering:
 
         for number, report in sorted(enumerate(reports), key=lambda numbered: _is_bound(numbered[1])):
             keyed: Figures[RecordKey] = report.map(key)
-            placed[number] = keyed, self._factor_of(keyed, where)
+            placed[number] = keyed, self._factor_of(keyed, where, loss)
         return [placed[number] for number in range(len(reports))]
 
-    def _factor_of(self, report: Figures[RecordKey], where: str) -> RecordKey | None:
+    def _factor_of(self, report: Figures[RecordKey], where: str, loss: str) -> RecordKey | None:
         match report:
             case NormClip():
-                return self.new(["factor"], where, occurrence=report.norm.occurrence)[0]
+                return self.new(["factor"], where, occurrence=report.norm.occurrence, loss=loss)[0]
             case ValueClip():
-                return self.new(["factor"], where)[0]
+                return self.new(["factor"], where, loss=loss)[0]
             case Scalars() | Check():
                 return None
             case _:

@@ -324,7 +324,7 @@ def _measure_in_batches(graph: fx.Graph, records: Sequence[RecordNode]) -> tuple
 
 
 def _of_each_loss(insertion: Insertion) -> Collection[str] | None:
-    """Return the names of the records of one loss, where a function is given those of all; None for all records."""
+    """Return the names of records of one loss; None for all records."""
     effect = insertion.effect
     if not (isinstance(effect, ReplaceTensor) and effect.reads == "losses"):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -20,6 +21,7 @@ from gradrewrite.passes import (
     CheckFinite,
     ClipByGlobalNorm,
     ClipByNorm,
+    ClipByValue,
     ClipPerExample,
     Keep,
     Observe,
@@ -841,8 +843,13 @@ class Named(Branches):
         a, b, c = super().forward(x)
         if self.kind == "mapping":
             return {"features": x + self.trunk.bias.sum(), "energy": a, "forces": b, "stress": c}
+        nested = {"terms": {"energy": a, "forces": b}, "stress": c}
         if self.kind == "nested":
-            return x, {"terms": {"energy": a, "forces": b}, "stress": c}
+            return nested
+        if self.kind == "tuple":
+            return x, nested
+        if self.kind == "one without a name":
+            return {"loss1": a, (0,): b, "stress": c}
         return Losses(energy=a, forces=b, stress=c)
 
 
@@ -861,8 +868,10 @@ class Losses:
 def of_output(output: Any) -> list[Tensor]:
     """The losses in the order of the outputs."""
     if isinstance(output, tuple):
-        output = output[1]["terms"] | {"stress": output[1]["stress"]}
-    return [value for value in output.values() if value.dim() == 0]
+        output = output[1]
+    if isinstance(output, dict):
+        output = output.get("terms", {}) | output
+    return [value for value in output.values() if isinstance(value, Tensor) and value.dim() == 0]
 
 
 @contextlib.contextmanager
@@ -884,7 +893,9 @@ def first_tanh() -> Iterator[list[Tensor]]:
     ("kind", "names"),
     [
         ("mapping", ["energy", "forces", "stress"]),
-        ("nested", ["loss0", "loss1", "loss2"]),  # paths that begin with a position
+        ("nested", ["terms.energy", "terms.forces", "stress"]),
+        ("tuple", ["loss0", "loss1", "loss2"]),  # paths that begin with a position
+        ("one without a name", ["loss0", "loss1", "loss2"]),
         ("attributes", ["energy", "forces", "stress"]),
     ],
 )
@@ -908,3 +919,27 @@ def test_records_and_kept_tensors_of_each_loss(kind: str, names: list[str], site
         torch.testing.assert_close(behind, model.trunk.weight.grad, atol=0, rtol=0)
     with pytest.raises(ValueError, match=rf"of the loss 'drag'; there is: .*{names[0]}"):
         model.monitor.kept(loss="drag")
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("at", ["gradient:trunk.weight", "error:/tanh"])
+def test_records_of_clips_of_each_loss_are_named_as_those_of_one_loss(at: str) -> None:
+    clips = gr.on(at, [ClipByNorm(0.1, log=True), ClipByValue(0.01, log=True), Observe("norm")])
+    behind = gr.on("gradient:trunk.weight", [WeighLosses(UPGrad()), ClipByNorm(0.05, log=True)])
+
+    def names(policy: Any) -> tuple[dict[str, float], dict[str, set[str]]]:
+        model = gr.transform(Branches(), policy)
+        torch.stack(model(torch.randn(5, 3))).sum().backward()
+        found = model.monitor.latest()
+        by_site = collections.defaultdict(set)
+        for name, _, where in (key.partition("@") for key in found):
+            by_site[where].add(name)
+        return found, by_site
+
+    (_, plain), (_, late), (found, got) = names(clips), names(behind), names([clips, behind])
+
+    assert "factor" in plain[at]
+    for where in (f"{at}[loss0]", f"{at}[loss1]", f"{at}[loss2]"):
+        assert got[where] == plain[at]
+        assert found[f"factor@{where}"] == pytest.approx(min(1.0, 0.1 / found[f"norm@{where}"]))
+    assert got["gradient:trunk.weight"] == late["gradient:trunk.weight"]
