@@ -106,7 +106,7 @@ def test_every_record_comes_out_at_its_own_key(given_reports: list[Report]) -> N
     lengths = [len(pack.keys) + pack.has_verdict for pack in layout.packs]
     assert [tensor.numel() for tensor in tensors] == lengths
     assert GraphRecord(layout, tensors).values() == expected
-    assert [site for _, site, _ in layout.kept] == [site for site, _ in kept]
+    assert [site for _, site, *_ in layout.kept] == [site for site, _ in kept]
     assert all(torch.equal(a, b) for a, (_, b) in zip(outputs[len(tensors) :], kept, strict=True))
     skipping = {key for report, own in zip(given_reports, keys_of_reports, strict=True) if report.skips for key in own}
     for pack, tensor in zip(layout.packs, tensors, strict=True):
