@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradrewrite._compat import aot_autograd, autograd, fake_tensors, inductor, nn_modules
+from gradrewrite._eager_groups import EagerGroups
 from gradrewrite._eager_reads import EagerReads
 from gradrewrite._eager_recurrent import RECURRENT, run_recurrent
 from gradrewrite._eager_step import EagerStep
@@ -57,7 +58,7 @@ from gradrewrite.policy.insertions import (
     run_group,
 )
 from gradrewrite.policy.recording import Recording, recording
-from gradrewrite.policy.rules import ask_in_order, patterns_of_uses, rules_at
+from gradrewrite.policy.rules import Answered, ask_in_order, patterns_of_uses, rules_at
 from gradrewrite.policy.scope import needs_examples, needs_losses
 from gradrewrite.policy.state_store import CarriedKeys, StateStore
 from gradrewrite.rewriting.record_nodes import RecordNumbering
@@ -142,9 +143,9 @@ def assert_matches_eager(
 
     Args:
         model: The model; it stays as it was.
-        policy: A policy without actions on the gradients of single losses or examples, and without functions of several
-            errors: no hook of eager autograd sees these. Actions at activations change no gradient and are not
-            compared.
+        policy: A policy without actions on the gradients of single losses or examples: no hook of eager autograd sees
+            these. Actions at activations change no gradient and are not compared. With functions of several errors the
+            eager backward runs several times.
         *args: Inputs of the model; leaves that require a gradient are compared too.
         compiled: Compile with Inductor (random numbers then fall back to eager's); False runs the graph op by op.
         loss_fn: From the model's output to the loss, a tensor with one element. None: the output itself if it is one,
@@ -243,12 +244,6 @@ def _check_comparable(edits: Iterable[Edit]) -> None:
             raise PolicyError(
                 f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, which keeps other tensors "
                 f"than a compiled graph; {describe(action)} acts on those. Compare without it",
-                code="action-not-allowed",
-            )
-        if edit.insertion.group is not None and edit.site.kind != "gradient" and not needs_losses(edit.insertion):
-            raise PolicyError(
-                f"{edit.site}: assert_matches_eager compares with hooks of eager autograd, each of which sees one "
-                f"error; {describe(action)} is given several. Compare without it",
                 code="action-not-allowed",
             )
         if needs_examples(edit.insertion) or needs_losses(edit.insertion):
@@ -369,6 +364,8 @@ def _run(run: Callable[..., Any], module: nn.Module, held: Any, loss_fn: Loss | 
     out = run(*args, **kwargs)
     outputs = {f"output {n}": t.detach().clone() for n, t in enumerate(tensors_in(out))}
     loss = _loss(out, loss_fn)
+    if isinstance(run, _Hooked):
+        run.prepare(loss)
     loss.backward()
     if isinstance(run, _Hooked):
         run.finish()
@@ -575,7 +572,9 @@ class _Hooked:
         self.failed = False  # whether a check that skips the update has failed
         self._reports = _Reports()
         self.changed: dict[str, None] = {}  # where an action changed it
-        self._groups: list[_Member] = []
+        self._groups: list[_Member] = []  # at gradients alone
+        self._several = EagerGroups()
+        self._leaves: list[Tensor] = []
         self._handles: list[Any] = []
         self._states = states
         self._uses = [*patterns_of_uses(policy), *uses]
@@ -592,11 +591,41 @@ class _Hooked:
             self._reads.expect(site, calls)
             self._reads.note(site, tensor)
         found = [*self._errors(observer), *self._gradients(args, kwargs)]
-        answers = [self._answers(site) for site, *_ in found]
-        is_read = any(bool(insertion.read_patterns) for own in answers for insertion in own)
+        self._leaves = [value for site, _, value in found if site.traits.is_leaf]
+        answers = [[] if str(site) in self._refused else ask_in_order(self._policy, site) for site, *_ in found]
+        is_read = any(bool(answered.insertion.read_patterns) for own in answers for answered in own)
+        self._several = EagerGroups(
+            {
+                answered.insertion.group
+                for (site, *_), own in zip(found, answers, strict=True)
+                for answered in own
+                if site.kind != "gradient" and answered.insertion.group is not None
+            }
+        )
         for (site, register, value), own in zip(found, answers, strict=True):
-            self._hook(site, register, value, own, is_read=is_read)
+            self._several.expect(site, own)
+            self._note_groups(site, value, own)
+            single = [answered.insertion for answered in own if answered.insertion.group is None]
+            self._hook(site, register, value, single, is_read=is_read)
         return out
+
+    def prepare(self, loss: Tensor) -> None:
+        """Run the backward until functions of several errors were given all of them; gradients stay as they are."""
+        if not self._several.names:
+            return
+        kept = [(leaf, leaf.grad) for leaf in self._leaves]
+        failed, changed, is_new = self.failed, dict(self.changed), True
+        while is_new:  # ends: a value that a function changes leads to none that it is given
+            for leaf, _ in kept:
+                leaf.grad = None
+            self._reports = _Reports()
+            with self._states.undone():
+                loss.backward(retain_graph=True)
+                is_new = self._several.run(self._run_function)
+        self.failed, self.changed, self._reports = failed, changed, _Reports()
+        self._several.run(self._run_function)
+        for leaf, grad in kept:
+            leaf.grad = grad
 
     def _errors(self, observer: _Observer) -> Iterator[_Hookable]:
         for use, site in observer.uses():
@@ -621,21 +650,16 @@ class _Hooked:
             if parameter.requires_grad:
                 site = _site_of_leaf("gradient", name, parameter)
                 self._reads.expect(site)
-                self._note_groups(site, parameter)
                 yield site, parameter.register_hook, parameter
         for name, tensor in _named_inputs(self._model, args, kwargs):
             site = _site_of_leaf("input", name, tensor)
             self._reads.expect(site)
             yield site, tensor.register_hook, tensor
 
-    def _answers(self, site: Site) -> list[Insertion]:
-        answers = (answered.insertion for answered in ask_in_order(self._policy, site))
-        return [insertion for insertion in answers if insertion.group is None and str(site) not in self._refused]
-
     def _hook(
         self, site: Site, register: _Register, value: Tensor, found: Sequence[Insertion], *, is_read: bool
     ) -> None:
-        reads, is_leaf = self._reads, site.traits.is_leaf
+        reads, is_leaf, several = self._reads, site.traits.is_leaf, self._several
 
         def act(g: Tensor) -> Tensor:
             self.acted[str(site)] = None
@@ -652,6 +676,7 @@ class _Hooked:
                     self._reports.note(reported, str(site))
                 is_check = isinstance(insertion.effect, MeasureTensor) and insertion.effect.fails == "skip"
                 self.failed |= is_check and not bool(result.isfinite().all())
+            result = several.act(site, result)
             if not is_leaf:
                 reads.note(site, result)
             if not torch.equal(result, g):
@@ -662,19 +687,20 @@ class _Hooked:
             reads.note(site, g)
             return g
 
-        if found or is_read:
-            self._handles.append(register(act if found else see))
+        is_acting = bool(found) or site in several
+        if is_acting or is_read:
+            self._handles.append(register(act if is_acting else see))
 
     @property
     def records(self) -> dict[str, float]:
         """The reports of actions, by address."""
         return self._reports.figures
 
-    def _note_groups(self, site: Site, parameter: nn.Parameter) -> None:
-        for answered in ask_in_order(self._policy, site):
-            if answered.insertion.group is not None:
+    def _note_groups(self, site: Site, value: Tensor, answers: Sequence[Answered]) -> None:
+        for answered in answers:
+            if answered.insertion.group is not None and answered.insertion.group not in self._several.names:
                 order = self._order.get(str(site), len(self._order))
-                self._groups.append(_Member(answered.position, order, answered.insertion, parameter, site))
+                self._groups.append(_Member(answered.position, order, answered.insertion, value, site))
                 self.acted[str(site)] = None
 
     def finish(self) -> None:
@@ -691,21 +717,24 @@ class _Hooked:
     def _run_group(self, members: Sequence[_Member]) -> None:
         if not members:
             return
-        effect = group_effect(members[0].insertion)
-        assert not isinstance(effect, JudgeUpdate)  # at step sites alone
         grads = [m.parameter.grad for m in members if m.parameter.grad is not None]
-        where = f"group:{effect.group}"
-        states = self._states.scope(where)
-        with torch.no_grad(), recording(grads[0].device, states=states) as reported:
-            sites = [m.site for m in members]
-            results = run_group(effect, sites, grads, self._reads.arguments(members[0].insertion, sites[0]))
-            states.write()
-        if all(g.dtype == torch.float64 for g in grads):
-            self._reports.note(reported, where, [str(site) for site in sites])
+        results = self._run_function(members[0].insertion, [m.site for m in members], grads)
         for member, g, result in zip(members, grads, results, strict=True):
             member.parameter.grad = result
             if not torch.equal(result, g):
                 self.changed[str(member.site)] = None
+
+    def _run_function(self, insertion: Insertion, sites: Sequence[Site], values: Sequence[Tensor]) -> Sequence[Tensor]:
+        effect = group_effect(insertion)
+        assert not isinstance(effect, JudgeUpdate)  # at step sites alone
+        where = f"group:{effect.group}"
+        states = self._states.scope(where)
+        with torch.no_grad(), recording(values[0].device, states=states) as reported:
+            results = run_group(effect, sites, values, self._reads.arguments(insertion, sites[0]))
+            states.write()
+        if all(value.dtype == torch.float64 for value in values):
+            self._reports.note(reported, where, [str(site) for site in sites])
+        return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -715,7 +744,7 @@ class _Member:
     position: tuple[int, ...]
     order: int
     insertion: Insertion
-    parameter: nn.Parameter
+    parameter: Tensor
     site: Site
 
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -167,6 +167,14 @@ class StateStore:
         self._tensors[key], self._first[key] = made, state.init
         self._loaded.pop(key, None)
         return made
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Set all states back, at the end, to what they were."""
+        kept = {key: tensor.clone() for key, tensor in self._tensors.items()}
+        yield
+        for key, tensor in self._tensors.items():
+            tensor.copy_(kept.get(key, torch.full_like(tensor, self._first[key])))
 
     def held(self, key: str) -> Tensor:
         """Return the tensor of a state that is there."""

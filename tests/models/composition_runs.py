@@ -180,6 +180,7 @@ class _Reference:
         for loss in losses if isinstance(losses, tuple) else (total_of(losses),):
             model.zero_grad()
             for _ in range(times):
+                hooked.prepare(loss)
                 loss.backward(retain_graph=True)
             if not isinstance(losses, tuple):
                 hooked.finish()

@@ -196,6 +196,12 @@ def alike(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: g * (norms.mean() / (1 + g.norm())) for name, g in gradients.items() if g.dim() > 1}
 
 
+def led(errors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    largest = torch.stack([e.abs().amax() for e in errors.values()]).amax()
+    gr.record("largest", largest)
+    return {"first": errors["first"] / (1 + largest)}
+
+
 def smooth() -> Callable[[Tensor], Tensor]:
     mean = gr.State((), 1.0, torch.float64, name="mean")
 
@@ -220,13 +226,14 @@ def falling(step: int) -> float:
     return 1e-2 / (1 + step)
 
 
+LED = "joint(led, act_at='error:first', group='led')"
 LATER = "call(by_later, reads={'of': 'activation:head', 'error': 'error:head'})"
 # By the kind of their site; each occurs in at least 3 % of the drawn policies.
 ACTIONS: Mapping[str, Sequence[str]] = {
     "error": (
         "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "Scale(0.5)", "clip_to_mean",
         "clip_to_percentile", "decay", "smooth()", "Observe('norm')", "CheckFinite('record')", "Keep()", "NanToNum()",
-        "call(by_mean, reads={'of': 'activation:{name}'})", *3 * (LATER,),
+        "call(by_mean, reads={'of': 'activation:{name}'})", *3 * (LATER,), *3 * (LED,),
     ),
     "gradient": (
         "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay",
@@ -314,7 +321,10 @@ class Composition:
         rules = [rule if can_be_inside or rule[1] not in INSIDE else (rule[0], "first", rule[2]) for rule in rules]
         behind = ("*", *INSIDE)  # has sites that are computed before that of the head, or in a loop
         rules = [(rule[0], "first", LATER) if rule[2] == LATER and rule[1] in behind else rule for rule in rules]
-        rules = [rule for rule in rules if _is_wanted(rule, way, loop) and (rule[2] != LATER or theme == "any")]
+        rules = [(rule[0], "*", LED) if rule[2] == LED else rule for rule in rules]
+        rules = [
+            rule for rule in rules if _is_wanted(rule, way, loop) and (rule[2] not in (LATER, LED) or theme == "any")
+        ]
         # A tensor has one form, a state one that sets it, an op one backward.
         once = ("Recompute()", "Store('float32')", "smooth()", "copied")
         seen = [(kind, action in once and (kind, kind == "saved" or action)) for kind, _, action in rules]
@@ -352,7 +362,7 @@ class Composition:
     def policy(self, step: int | None = None) -> list[gr.Rule]:
         """Make the policy anew; with the bounds of one step in place of schedules, if one is given."""
         bound = gr.Schedule(falling) if step is None else falling(step)
-        functions = (by_mean, by_later, alike, clip_to_mean, clip_to_percentile, decay, smooth, equalize, copied)
+        functions = (by_mean, by_later, alike, led, clip_to_mean, clip_to_percentile, decay, smooth, equalize, copied)
         names = {
             **{name: getattr(passes, name) for name in passes.__all__},
             **{function.__name__: function for function in functions},
@@ -397,7 +407,7 @@ def _is_wanted(rule: tuple[str, str, str], way: str, loop: str) -> bool:
     kind, _, action = rule
     if kind == "gradient" and action.startswith(GROUPS):  # acts on each backward by itself
         return way not in ("regions", "methods", *["parts"] * action.startswith("joint")) and loop != "retained"
-    if action == LATER:
+    if action in (LATER, LED):
         return way in WHOLE
     if action == "KeepZeros()":
         return loop != "bad batch"  # what torch makes NaN of zeros may stay finite

@@ -452,3 +452,24 @@ def test_wrong_arguments() -> None:
         gr.joint(equal, group="")
     with pytest.raises(ValueError, match="no kind of site"):
         gr.together("eror:*", equal)
+
+
+ORACLE: dict[str, Callable[[], list[Any]]] = {
+    **POLICIES,
+    "two, the later one first": lambda: [
+        gr.together("error:body", lambda e: {"body": e["body"] / e["body"].norm()}, group="body"),
+        gr.together("error:heads.*", equal, group="heads"),
+        gr.together("error:heads.*", follow(), group="again"),
+    ],
+    "an input": lambda: [gr.together("input:x", lambda v: {"x": v["x"].sign()}), gr.on("input:x", ClipByValue(0.1))],
+}
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("name", ORACLE)
+def test_oracle_sees_functions_of_several_errors(name: str, is_checkpointed: bool) -> None:
+    x = batch(0).requires_grad_()
+    net = made(is_checkpointed=is_checkpointed)
+    found = assert_matches_eager(net, ORACLE[name](), x, compiled=False, steps=3)
+    assert found.changed
+    assert ("mean@group:default" in found.records) == (name == "equal")
