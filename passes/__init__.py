@@ -13,6 +13,7 @@ from gradrewrite.passes._clip_by_value import ClipByValue as ClipByValue
 from gradrewrite.passes._clip_per_example import ClipPerExample as ClipPerExample
 from gradrewrite.passes._due_steps import After as After
 from gradrewrite.passes._due_steps import Every as Every
+from gradrewrite.passes._hold import Hold as Hold
 from gradrewrite.passes._keep import Keep as Keep
 from gradrewrite.passes._keep_zeros import KeepZeros as KeepZeros
 from gradrewrite.passes._loss_weightings import MGDA as MGDA
@@ -48,6 +49,7 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "ClipPerExample",
     "DecayWeights",
     "Every",
+    "Hold",
     "Keep",
     "KeepZeros",
     "L2",

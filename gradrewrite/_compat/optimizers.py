@@ -82,6 +82,21 @@ def may_read_gradients(optimizer: torch.optim.Optimizer, step: Callable[..., Any
     return False
 
 
+def has_factored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether an optimizer of torch keeps rows and columns for a parameter, before its first step too."""
+    return isinstance(optimizer, torch.optim.Adafactor) and parameter.dim() > 1
+
+
+def is_number(key: Any) -> bool:
+    """Whether a key in the state of torch's optimizers is that of a number, for a parameter of no dimension too."""
+    return key in ("step", "mu_product", "eta", "mu")
+
+
+def begins_at_zero(optimizer: torch.optim.Optimizer, key: Any) -> bool:
+    """Whether a tensor in the state of a parameter is 0 before the first step, which may make it from the gradient."""
+    return not (isinstance(optimizer, torch.optim.Rprop) and key == "step_size")
+
+
 def check_unmixed(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError where a fused or foreach kernel would get DTensors and plain tensors together."""
     for number, group in enumerate(optimizer.param_groups):

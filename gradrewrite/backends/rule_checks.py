@@ -45,7 +45,7 @@ class RuleChecks:
         self._refused: dict[Hashable, str] = {}
         self._step_answers: frozenset[tuple[int, ...]] | None = None  # None until a guard has asked
         self.may_have_step_sites = may_answer_at(policy, {"step"})
-        self.may_observe_updates = may_answer_at(policy, AFTER_UPDATE)
+        self.may_act_after_updates = may_answer_at(policy, AFTER_UPDATE)
         self._state_sites: dict[int, tuple[Site, ...]] = {}  # by guard
         # Backwards so far, until it is known whether a guard runs the actions at its sites.
         self._backwards: set[int] | None = set() if may_answer_at(policy, AT_GUARD) else None

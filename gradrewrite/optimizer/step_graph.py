@@ -451,12 +451,12 @@ def _measure_together(statistics: Sequence[str], num_skips: int) -> Callable[...
     return measure
 
 
-def runnable(rewrite: StepRewrite) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return a copy that writes gradients in place and returns all else, and its live inputs, the last ones."""
-    gm = editing.copy_of(rewrite.shown.graph_module)
-    editing.write_back(gm.graph, rewrite.num_gradients)
+def runnable(given: fx.GraphModule, count: int) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Return a copy that writes its first results in place and returns all else, and its live inputs, the last ones."""
+    gm = editing.copy_of(given)
+    editing.write_back(gm.graph, count)
     lifted = editing.lift_live(gm)
     gm.graph.lint()
     gm.recompile()
-    live = editing.live_tensors(rewrite.shown.graph_module.graph)
+    live = editing.live_tensors(given.graph)
     return gm, [live[name] for name, _ in lifted]

@@ -34,7 +34,7 @@ from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Judging, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
 from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
-from gradrewrite.policy.insertions import Insertion, JudgeUpdate, ScaleParameter
+from gradrewrite.policy.insertions import HoldElements, Insertion, JudgeUpdate, ScaleParameter
 from gradrewrite.policy.rules import Answered, Rule, rules_at, step_site
 from gradrewrite.policy.sampling import Measured, sampled
 from gradrewrite.policy.state_store import StateStore, write_states
@@ -61,6 +61,7 @@ class StepOutcome:
     # Parameters that are multiplied after the update, by the factor's action.
     parameter_factors: Sequence[tuple[ScaleParameter, Sequence[Tensor]]] = ()
     figures: Figures = field(default_factory=Figures)  # for the judges
+    held: Mapping[int, tuple[Insertion, ...]] = field(default_factory=dict)  # by position of the parameter
 
     def with_judgements(self, judgements: Sequence[Judgement]) -> StepOutcome:
         """Return the outcome with the records of judgements, in a pack of their own."""
@@ -85,6 +86,7 @@ class _Plan:
     live_forms: Sequence[Form]  # for which it was compiled
     gradients: tuple[int, ...]  # positions of its gradients among the parameters of the optimizer
     kept: tuple[int, ...]  # positions among its gradients of those that are kept
+    held: Mapping[int, tuple[Insertion, ...]]  # parameters with elements that are held, by position
 
     @property
     def fits_live(self) -> bool:
@@ -351,6 +353,7 @@ class StepSites:
                 for effect, members in rewrite.parameter_factors
             ],
             replace(figures, norms=dict(zip(rewrite.judged, totals, strict=True))),
+            plan.held,
         )
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int] | None]:
@@ -436,12 +439,14 @@ class StepSites:
         settings = StepSettings(divides, self._suffix, exchange, self._states(), asking)
         with dynamo_cache.compiling():
             rewrite = _rewrite(asked, own, parameters, gradients, settings)
-            gm, live = runnable(rewrite)
+            gm, live = runnable(rewrite.shown.graph_module, rewrite.num_gradients)
             forms = [form_of(t) for t in live]
             run = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
         known = {asked[n][0]: number for number, n in enumerate(own)}
         kept = tuple(known[site] for _, site, *_ in rewrite.outputs.kept)
-        return _Work(_Plan(rewrite, run, live, forms, own, kept), exchange, self._judgings(rewrite.judges), is_agreed)
+        held = {n: found for n in own if (found := _holds(asked[n][1]))}
+        plan = _Plan(rewrite, run, live, forms, own, kept, held)
+        return _Work(plan, exchange, self._judgings(rewrite.judges), is_agreed)
 
     def _note_values(self, asked: _Asked) -> None:
         """Note the Python values that the functions of the answers read."""
@@ -493,6 +498,10 @@ def _judges_of(asked: _Asked) -> tuple[tuple[Insertion, JudgeUpdate], ...]:
     insertions = (answered.insertion for _, answers in asked.values() for answered in answers)
     found = ((insertion, insertion.effect) for insertion in insertions)
     return tuple({i.key: (i, effect) for i, effect in found if isinstance(effect, JudgeUpdate)}.values())
+
+
+def _holds(answers: Sequence[Answered]) -> tuple[Insertion, ...]:
+    return tuple(a.insertion for a in answers if isinstance(a.insertion.effect, HoldElements))
 
 
 def _is_agreed(exchange: ExchangeSettings, asked: _Asked) -> bool:

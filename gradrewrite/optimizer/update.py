@@ -18,10 +18,12 @@ from gradrewrite.distributed.groups import RankGroups
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.optimizer._target import Attachment, Target
+from gradrewrite.optimizer.changed_state import ChangedState, Held, Place
 from gradrewrite.optimizer.observed_state import ObservedState
 from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
 from gradrewrite.optimizer.step_sites import StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
+from gradrewrite.optimizer.updated_tensors import Member, Names, UpdatedTensors
 from gradrewrite.optimizer.verdict import UpdateVerdict
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.state_store import StateStore
@@ -47,7 +49,12 @@ class GuardedUpdate:
         self._verdict, self._ratios = verdict, ratios
         has_policy = any(target.session is not None for target in targets)
         self._step_sites = StepSites(targets, attached, groups) if has_policy else None
-        self._observed = ObservedState(targets, groups) if has_policy else None
+        self._tensors = UpdatedTensors(targets, guard) if has_policy else None
+        self._observed, self._changed = ObservedState(targets, groups), ChangedState(targets)
+        self._held: Held = {}  # in the update at hand
+        self._saved: dict[Place, Tensor] = {}
+        self._is_made = False  # whether the host knows of no skip
+        self._skipped: Tensor | None = None  # not 0 where the device has skipped it
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
         self._agreeing: distributed.ProcessGroup | None = None  # ranks that decided on the last update together
         self._warned_of_no_step = False
@@ -62,9 +69,9 @@ class GuardedUpdate:
     @property
     def may_have_actions(self) -> bool:
         """Whether a policy may have actions at step sites, at parameters or at state."""
-        if self._step_sites is None or self._observed is None:
+        if self._step_sites is None or self._tensors is None:
             return False
-        return self._step_sites.may_act or self._observed.may_act
+        return self._step_sites.may_act or self._tensors.may_act
 
     @property
     def states(self) -> list[StateStore]:
@@ -117,6 +124,9 @@ class GuardedUpdate:
         before = self._ratios.before(optimizer) if self._ratios is not None and self._is_due(1) else []
         if bad is not None:
             self._verdict.count(bad, checked, judgements)
+        self._held = outcome.held
+        names, members = self._members(optimizer)
+        self._saved = self._changed.save(optimizer, names, members, self._held)
         if judgements:
             remember(judgements, _worst(bad, optimizer.__dict__.get("found_inf")))
         return outcome, bad, before
@@ -152,10 +162,11 @@ class GuardedUpdate:
         return any(sampling.is_due(every) for sampling in sampled) or not sampled
 
     def finish(self, optimizer: torch.optim.Optimizer, bad: Tensor | None, before: Sequence[Before]) -> None:
-        """Record the figures known after the update; NonFiniteError if a check of these raises."""
+        """Act on what the update has written, and record it; NonFiniteError if a check of these raises."""
         try:
-            self._observe(optimizer)
+            self._after_update(optimizer)
         finally:
+            self._saved = {}
             self._count_update()
         self._add_ratios(before)
         if bad is not None:
@@ -168,22 +179,33 @@ class GuardedUpdate:
         for attachment in self._attached:
             attachment.recorder.note_update(self._agreeing)
 
-    def _observe(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the observed parameters and optimizer state."""
-        if self._step_sites is None or self._observed is None or not self._observed.may_act:
-            return
+    def _members(self, optimizer: torch.optim.Optimizer) -> tuple[Names, Sequence[Member]]:
+        """Return the names of the parameters, and the tensors with actions behind the update."""
+        if self._step_sites is None or self._tensors is None or not self.may_have_actions:
+            return (), ()
+        names = self._step_sites.names(optimizer)
         num_guards = max(len(at.recorder.guards.live) for at in self._attached)
-        found = self._observed.measure(optimizer, self._step_sites.names(optimizer), self._guard, num_guards)
-        if found is None:
+        return names, self._tensors.members(optimizer, names, num_guards)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put back what is held, call functions, and measure parameters and optimizer state."""
+        if self._tensors is None or not (self._held or self._tensors.may_act):
             return
-        for at in self._attached:
-            at.collect_again(*found, self._number)
+        names, members = self._members(optimizer)
+        given = names, members, self._held, self._saved, self._skipped
+        changed = self._changed.run(optimizer, *given) if self._is_made else None
+        if self._tensors.may_act:
+            self._tensors.warn_of_none(optimizer)
+        for found in (changed, self._observed.measure(optimizer, members)):
+            for at in self._attached if found is not None else ():
+                at.collect_again(*found, self._number)
 
     def make(
         self, optimizer: torch.optim.Optimizer, update: Callable[[], Any], bad: Tensor | None, outcome: StepOutcome
     ) -> Any:
         """Make the update, unless it is skipped; ``bad`` and ``outcome`` are those of ``prepare``."""
         skipped = optimizer.__dict__.get("found_inf")  # a GradScaler's
+        self._is_made = False
         if bad is not None and not _decides_on_device(optimizer):
             if bool(bad):
                 optimizers.note_step(optimizer)
@@ -194,6 +216,7 @@ class GuardedUpdate:
         with optimizers.attributes_set(optimizer, {} if skipped is None else {"found_inf": skipped}):
             result = update()
         _scale_parameters(outcome, skipped)
+        self._is_made, self._skipped = True, skipped
         if skipped is not None:
             self._restore_buffers(skipped)
         return result

@@ -30,7 +30,7 @@ _HEAP_TYPE = 1 << 9  # of Python: a class that was made by a class statement
 MEASURABLE = ANYWHERE | AFTER_UPDATE
 SAVED: frozenset[Kind] = frozenset(("saved",))
 OF_OPS: frozenset[Kind] = frozenset(("backward",))
-OF_FUNCTIONS = BACKWARD | OF_OPS  # of the user
+OF_FUNCTIONS = BACKWARD | OF_OPS | AFTER_UPDATE  # of the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,13 @@ class ScaleParameter:
     """A factor of the parameter after the update; the gradient stays as it is."""
 
     factor: Callable[[], float | Tensor]  # a number, or a tensor with one element
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HoldElements:
+    """Elements of a parameter, and of its optimizer's state, as they were before the update."""
+
+    where: Callable[[Tensor, Tensor], Tensor]  # of the gradient and the value before: True for those
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +233,9 @@ class Omitted:
     names: tuple[str, ...]
 
 
-SingleEffect: TypeAlias = ReplaceTensor | MeasureTensor | KeepTensor | AverageOverRanks | ScaleParameter | Omitted
+SingleEffect: TypeAlias = (
+    ReplaceTensor | MeasureTensor | KeepTensor | AverageOverRanks | ScaleParameter | HoldElements | Omitted
+)
 ExampleEffect: TypeAlias = WeighExampleGradients | MeasureExampleGradients
 GroupEffect: TypeAlias = ReplaceGroup | ScaleGroup | ExampleEffect | WeighLossGradients | JudgeUpdate
 SavedEffect: TypeAlias = StoreSaved | RecomputeSaved

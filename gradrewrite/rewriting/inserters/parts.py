@@ -29,7 +29,7 @@ def insert_at_part(canvas: Canvas, point: InsertionPoint, insertion: Insertion, 
         case MeasureTensor() as measure:
             return _measure(canvas, point, insertion, measure)
         case ReplaceTensor() | KeepTensor() as effect:
-            _refuse_unless_elementwise(canvas, point, insertion, effect, spread)
+            refuse_unless_elementwise(canvas, point, insertion, effect, spread)
     insert(canvas, point, [insertion])
     return []
 
@@ -41,7 +41,7 @@ def _measure(canvas: Canvas, point: InsertionPoint, insertion: Insertion, measur
     return [RecordNode((key,), node, is_forward=False, skips=measure.fails == "skip") for key in keys]
 
 
-def _refuse_unless_elementwise(
+def refuse_unless_elementwise(
     canvas: Canvas, point: InsertionPoint, insertion: Insertion, effect: ReplaceTensor | KeepTensor, spread: Spread
 ) -> None:
     """Raise PolicyError for a replacement that needs whole gradients; it is traced on those, so all ranks agree."""

@@ -17,6 +17,7 @@ from gradrewrite.numerics.statistics import IN_UNITS
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
+    HoldElements,
     Insertion,
     JudgeUpdate,
     KeepTensor,
@@ -62,7 +63,7 @@ def insert(canvas: Canvas, point: InsertionPoint, insertions: Sequence[Insertion
                 traced = canvas.tracer.trace(insertion, effect.run, point.site, value, mode, values, layouts)
                 (current, *extras), new = canvas.splice(traced, [current, *further], point)
                 canvas.note_states(mode, traced, extras, new)
-            case ScaleParameter():
+            case ScaleParameter() | HoldElements():
                 check_dense(insertion.action, point.site, value_of(current))
                 canvas.note(point.site, insertion)
                 continue
