@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradrewrite._compat import optimizers
 from gradrewrite.numerics.statistics import norm_of, total_norm_of
 from gradrewrite.policy.actions import Policy
-from gradrewrite.policy.insertions import Insertion, JudgeUpdate, MeasureTensor, ScaleParameter, group_effect, run_group
+from gradrewrite.policy.insertions import (
+    HoldElements,
+    Insertion,
+    JudgeUpdate,
+    MeasureTensor,
+    ReplaceTensor,
+    ScaleParameter,
+    group_effect,
+    run_group,
+)
 from gradrewrite.policy.recording import Recording, recording
 from gradrewrite.policy.rules import Answered, ask_in_order, parameter_site, state_site, step_site
 from gradrewrite.policy.state_store import StateStore
@@ -19,6 +29,7 @@ from gradrewrite.sites import Site
 
 Apply = Callable[[Insertion, Tensor, Tensor], Tensor]
 Note = Callable[[Recording, str, Sequence[str]], None]
+Saved = Mapping[tuple[int, Any], Tensor]  # copies, by identity of the parameter, and key of its state or None
 
 
 @dataclass
@@ -40,8 +51,9 @@ class EagerStep:
         own = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in names]
         present = [(step_site(names[id(p)], p), p) for p in own if p.grad is not None]
         factors: list[tuple[Tensor, ScaleParameter]] = []
+        held: list[tuple[Tensor, HoldElements]] = []
         with torch.no_grad():
-            groups = self._run_single(present, factors)
+            groups = self._run_single(present, factors, held)
             skips = failed or self._failed
             for members in groups:  # before an action of a group has changed anything
                 effect = members[0][1].insertion.effect
@@ -51,13 +63,19 @@ class EagerStep:
                 self._run_group(members)
             if skips:
                 return
+            saved = {(id(p), key): tensor.clone() for p in own for key, tensor in self._tensors_of(p).items()}
             self.optimizer.step()
-            for parameter, effect in factors:
-                parameter.mul_(effect.factor())
-            self._measure(names, own)
+            for parameter, factor in factors:
+                parameter.mul_(factor.factor())
+            for parameter, hold in held:
+                self._put_back(parameter, hold, saved)
+            self._run_behind(names, own, saved)
 
     def _run_single(
-        self, present: Sequence[tuple[Site, Tensor]], factors: list[tuple[Tensor, ScaleParameter]]
+        self,
+        present: Sequence[tuple[Site, Tensor]],
+        factors: list[tuple[Tensor, ScaleParameter]],
+        held: list[tuple[Tensor, HoldElements]],
     ) -> list[list[tuple[Site, Answered, Tensor]]]:
         """Run actions of one gradient in their order; return the members of each group, in the order of the policy."""
         groups: dict[Any, list[tuple[Site, Answered, Tensor]]] = {}
@@ -72,6 +90,8 @@ class EagerStep:
                     continue
                 if isinstance(effect, ScaleParameter):
                     factors.append((parameter, effect))
+                if isinstance(effect, HoldElements):
+                    held.append((parameter, effect))
                 if isinstance(effect, MeasureTensor) and effect.fails == "skip":
                     self._failed |= not bool(_grad(parameter).isfinite().all())
                 self._replace(site, parameter, self._run(insertion, site, _grad(parameter), parameter))
@@ -116,17 +136,36 @@ class EagerStep:
             self.changed[str(site)] = None
         parameter.grad = result
 
-    def _measure(self, names: Mapping[int, str], parameters: Sequence[Tensor]) -> None:
-        """Run the measurements of parameters and of the optimizer's state, as the update leaves them."""
+    def _tensors_of(self, parameter: Tensor) -> dict[Any, Tensor]:
+        """Return a parameter under None, and the tensors of its state."""
+        state = self.optimizer.state.get(parameter, {}).items()
+        return {None: parameter, **{key: t for key, t in state if isinstance(t, Tensor)}}
+
+    def _before(self, saved: Saved, parameter: Tensor, key: Any, tensor: Tensor) -> Tensor:
+        first = torch.zeros_like(tensor) if optimizers.begins_at_zero(self.optimizer, key) else tensor.clone()
+        return saved.get((id(parameter), key), first)
+
+    def _put_back(self, parameter: Tensor, hold: HoldElements, saved: Saved) -> None:
+        """Put back the held elements of a parameter and its state."""
+        mask = hold.where(_grad(parameter), saved[id(parameter), None])
+        for key, tensor in self._tensors_of(parameter).items():
+            if tensor.shape == parameter.shape and not optimizers.is_number(key):
+                tensor.copy_(torch.where(mask, self._before(saved, parameter, key, tensor), tensor))
+
+    def _run_behind(self, names: Mapping[int, str], parameters: Sequence[Tensor], saved: Saved) -> None:
+        """Run functions of parameters and of the optimizer's state behind the update, then measurements."""
         for parameter in parameters:
             name = names[id(parameter)]
-            found = [(parameter_site(name, parameter), parameter)]
-            state = self.optimizer.state.get(parameter, {}).items()
-            found += [(state_site(name, key, t), t) for key, t in state if isinstance(t, Tensor)]
-            for site, tensor in found:
-                for answered in ask_in_order(self.policy, site):
+            for key, tensor in self._tensors_of(parameter).items():
+                site = parameter_site(name, tensor) if key is None else state_site(name, key, tensor)
+                before = self._before(saved, parameter, key, tensor)
+                answers = ask_in_order(self.policy, site)
+                for answered in sorted(answers, key=lambda a: not isinstance(a.insertion.effect, ReplaceTensor)):
                     self.acted[str(site)] = None
-                    self._run(answered.insertion, site, tensor.detach(), tensor)
+                    result = self._run(answered.insertion, site, tensor.detach(), before)
+                    if not torch.equal(result, tensor):
+                        self.changed[str(site)] = None
+                    tensor.copy_(result)
 
 
 def _grad(parameter: Tensor) -> Tensor:

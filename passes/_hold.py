@@ -18,12 +18,12 @@ class Hold:
     """Hold elements of a parameter, with their optimizer state, through an update.
 
     ``where(gradient, value)`` returns a bool tensor of the parameter's shape. ``gradient`` is the one that the
-    optimizer used, behind all actions, and ``value`` the parameter before the update, both in the parameter's shape.
-    Where it is True the element, and that of each tensor of this shape in ``optimizer.state[parameter]``, is what it
-    was, bit for bit: momentum, weight decay of the optimizer, ``DecayWeights``. Numbers in the state (``step``) move on.
-    State that this update has made begins at 0 there. Several of them hold what any of them holds. Elements are not
-    compared with anything: NaN and infinities are held like others. Runs in ``gr.guard``, behind the update; each step
-    copies the parameter and its state. Functions at ``param`` and ``state`` sites act after it.
+    optimizer used, behind all actions, and ``value`` the parameter before the update. Where it is True the element, and
+    that of each tensor of this shape in ``optimizer.state[parameter]``, keeps its bits: momentum does not move it, nor
+    the optimizer's weight decay, nor ``DecayWeights``. Numbers in the state (``step``) move on; state that this update
+    has made begins at 0 there. Several of them hold what any of them holds. NaN and infinities are held like other
+    numbers. Runs in ``gr.guard``, behind the update; each step copies the parameter and its state. Functions at
+    ``param`` and ``state`` sites act after it, and may change held elements.
 
     Attributes:
         where: The function, of torch operations as any tensor function.

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gradrewrite as gr
 from gradrewrite.passes import (
@@ -18,6 +18,7 @@ from gradrewrite.passes import (
     ClipByNorm,
     ClipByValue,
     DecayWeights,
+    Hold,
     Observe,
     Scale,
     SkipSpikes,
@@ -30,6 +31,13 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
 }
+
+
+def half(state: Tensor) -> Tensor:
+    gr.record("largest", state.abs().amax())
+    return 0.5 * state
+
+
 POLICIES: dict[str, Any] = {
     "norm": gr.on("step:*", ClipByNorm(0.01)),
     "global norm": gr.on("step:*", ClipByGlobalNorm(0.01)),
@@ -39,6 +47,10 @@ POLICIES: dict[str, Any] = {
     "decay": gr.on("step:*.weight", DecayWeights(0.1)),
     "errors too": [gr.on("error:*", ClipByValue(0.01)), gr.on("step:*", Scale(0.5))],
     "spikes": gr.on("step:*", SkipSpikes(window=2)),
+    "held": gr.on("step:*", Hold(lambda g, p: g.abs() < g.abs().mean())),
+    "held and decayed": [gr.on("step:*", Hold(lambda g, p: p > 0)), gr.on("step:0.*", DecayWeights(0.1))],
+    "parameters": [gr.on("param:0.*", lambda p, before: 0.5 * (p + before)), gr.on("param:*", Observe("norm"))],
+    "state": gr.on("state:*.exp_avg", half),
     "records": [gr.on(f"{kind}:*", Observe("norm")) for kind in ("step", "param", "state")],
 }
 
@@ -52,13 +64,17 @@ def _net() -> nn.Module:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_are_compared(policy: str, optimizer: str) -> None:
+    if (policy, optimizer) == ("state", "SGD"):
+        pytest.skip("SGD has no state of this name")
     found = assert_matches_eager(_net(), POLICIES[policy], _X, optimizer=OPTIMIZERS[optimizer], steps=4, compiled=False)
     kinds = {site.partition(":")[0] for site in found.acted}
-    assert "step" in kinds
+    assert "step" in kinds or policy in ("parameters", "state")
     if policy == "records":
         assert {"norm@step:0.weight", "norm@param:0.weight"} <= set(found.records)
         assert any(record.startswith("norm@state:0.weight.") for record in found.records)
-    elif policy != "spikes":
+    elif policy in ("parameters", "state"):
+        assert any(site.startswith(f"{policy.removesuffix('eters')}:") for site in found.changed)
+    elif policy not in ("spikes", "held", "held and decayed"):
         assert any(site.startswith("step:") for site in found.changed) or policy == "decay"
 
 

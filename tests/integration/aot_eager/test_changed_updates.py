@@ -20,8 +20,8 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3, foreach=True, amsgrad=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3, fused=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.3, nesterov=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.3, nesterov=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, fused=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
@@ -32,7 +32,9 @@ STEPS = 6
 
 def made() -> nn.Module:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), Lambda(lambda m, x: x * m.s, s=nn.Parameter(torch.ones(()))))
+    net = nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), Lambda(lambda m, x: x * m.s, s=nn.Parameter(torch.ones(())))
+    )
     with torch.no_grad():
         net[0].weight[torch.rand(5, 4) < 0.5] = 0.0
     return net.double()
@@ -106,7 +108,9 @@ POLICIES: dict[str, tuple[Callable[[], list[Any]], list[Reference]]] = {
 }  # fmt: skip
 
 
-def train(net: nn.Module, run: Callable[[Tensor], Tensor], optimizer: Any, around: Callable[[Callable[[], None]], None]) -> None:
+def train(
+    net: nn.Module, run: Callable[[Tensor], Tensor], optimizer: Any, around: Callable[[Callable[[], None]], None]
+) -> None:
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(2):
@@ -123,7 +127,9 @@ def by_hand(net: nn.Module, make: Make, references: list[Reference]) -> torch.op
 
     def around(step: Callable[[], None]) -> None:
         old = {name: p.detach().clone() for name, p in net.named_parameters()}
-        old_states = copy.deepcopy({n: {k: t.clone() for k, t in s.items()} for n, s in state_of(optimizer, net).items()})
+        old_states = copy.deepcopy(
+            {n: {k: t.clone() for k, t in s.items()} for n, s in state_of(optimizer, net).items()}
+        )
         step()
         for reference in references:
             reference(dict(net.named_parameters()), state_of(optimizer, net), old, old_states)
@@ -139,7 +145,9 @@ def assert_same(net: nn.Module, optimizer: Any, plain: nn.Module, other: Any, ne
     for name in ours:
         assert ours[name].keys() == theirs[name].keys()
         for key, t in ours[name].items():
-            torch.testing.assert_close(t, theirs[name][key], rtol=near, atol=near, msg=lambda m, n=f"{name}.{key}": f"{n}: {m}")
+            torch.testing.assert_close(
+                t, theirs[name][key], rtol=near, atol=near, msg=lambda m, n=f"{name}.{key}": f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -152,3 +160,208 @@ def test_equals_the_same_by_hand(policy: str, name: str) -> None:
     optimizer = gr.guard(OPTIMIZERS[name](net.parameters()), model)
     train(net, model, optimizer, lambda step: step())
     assert_same(net, optimizer, plain, other)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD"])
+def test_compiled(name: str) -> None:
+    rules, references = POLICIES["hold and project"]
+    net, plain = made(), made()
+    other = by_hand(plain, OPTIMIZERS[name], references)
+    model = gr.transform(net, [*rules(), gr.on("error:*", Observe("norm"))]).compile()
+    optimizer = gr.guard(OPTIMIZERS[name](net.parameters()), model)
+    train(net, model, optimizer, lambda step: step())
+    assert_same(net, optimizer, plain, other, near=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_held_elements_keep_their_bits(name: str) -> None:
+    net = made()
+    model = gr.transform(net, [gr.on("step:*", Hold(is_zero)), gr.on("step:*", DecayWeights(0.1))])
+    optimizer = gr.guard(OPTIMIZERS[name](net.parameters()), model)
+    with torch.no_grad():
+        net[2].weight[0] = 0.0
+    mask = {n: p == 0 for n, p in net.named_parameters()}
+    for number in range(50):
+        optimizer.zero_grad()
+        model(batch(number)).square().sum().backward()
+        optimizer.step()
+        if number == 0:
+            first = copy.deepcopy(state_of(optimizer, net))
+    for parameter_name, p in net.named_parameters():
+        held = mask[parameter_name]
+        assert torch.equal(p == 0, held)
+        for key, tensor in state_of(optimizer, net)[parameter_name].items():
+            if tensor.shape == p.shape and held.any():
+                assert torch.equal(tensor[held], first[parameter_name][key][held])
+
+
+def test_the_gradient_is_the_one_that_was_used() -> None:
+    def where(gradient: Tensor, value: Tensor) -> Tensor:
+        gr.record("largest", gradient.abs().amax())
+        return gradient.abs() < 1e-3
+
+    net = made()
+    policy = [
+        gr.on("step:0.weight", Hold(where)),
+        gr.on("step:*", ClipByGlobalNorm(1e-2)),
+        gr.on("step:0.weight", ClipByNorm(5e-3)),
+    ]
+    model = gr.transform(net, policy)
+    optimizer = gr.guard(OPTIMIZERS["SGD fused"](net.parameters()), model)
+    model(batch(0)).square().sum().backward()
+    before = net[0].weight.detach().clone()
+    optimizer.step()
+    used = net[0].weight.grad
+    assert model.monitor.latest()["largest@param:0.weight"] == pytest.approx(float(used.abs().amax()), rel=1e-6)
+    assert torch.equal(net[0].weight == before, used.abs() < 1e-3)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD"])
+def test_a_skipped_step_calls_nothing(name: str) -> None:
+    count = gr.State((), 0.0, torch.float64, name="count")
+
+    def shrink(value: Tensor) -> Tensor:
+        count.set(count.value + 1)
+        return 0.5 * value
+
+    net = made()
+    model = gr.transform(
+        net,
+        [gr.on("gradient:*", CheckFinite("skip")), gr.on("param:0.weight", shrink), gr.on("step:*", Hold(is_small))],
+    )
+    optimizer = gr.guard(OPTIMIZERS[name](net.parameters()), model)
+    for number in range(4):
+        optimizer.zero_grad()
+        x = batch(number) * (float("nan") if number in (0, 2) else 1.0)
+        before = {n: p.detach().clone() for n, p in net.named_parameters()}
+        model(x).square().sum().backward()
+        optimizer.step()
+        is_same = [torch.equal(p, before[n]) for n, p in net.named_parameters()]
+        assert all(is_same) if number in (0, 2) else not any(is_same)
+    assert model.monitor.skipped == 2
+    assert float(gr.state_dict(model)["states"]["param:0.weight/count"]) == 2
+
+
+def test_a_scaler_beside() -> None:
+    nets = [made().float(), made().float()]
+    for number, net in enumerate(nets):
+        model = gr.transform(net, [gr.on("step:*", Hold(is_small)), gr.on("param:0.weight", to_unit_rows)])
+        optimizer = gr.guard(OPTIMIZERS["AdamW fused"](net.parameters()), model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=number == 1)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(step).float()).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_state_is_changed_and_resumed() -> None:
+    def forget(moment: Tensor) -> Tensor:
+        count = steps.value + 1
+        steps.set(torch.where(count == 2, torch.zeros_like(count), count))
+        return torch.where(count == 2, torch.zeros_like(moment), moment)
+
+    def begin(net: nn.Module) -> tuple[Any, Any]:
+        model = gr.transform(net, gr.on("state:*.exp_avg", forget))
+        return model, gr.guard(OPTIMIZERS["AdamW"](net.parameters()), model)
+
+    steps = gr.State((), 0.0, torch.float64)
+    net, plain = made(), made()
+    model, optimizer = begin(net)
+    other = OPTIMIZERS["AdamW"](plain.parameters())
+    for number in range(5):
+        if number == 3:
+            kept = copy.deepcopy((net.state_dict(), optimizer.state_dict(), gr.state_dict(model)))
+            net = made()
+            model, optimizer = begin(net)
+            net.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+            gr.load_state_dict(model, kept[2])
+        for run, own in ((model, optimizer), (plain, other)):
+            own.zero_grad()
+            run(batch(number)).square().sum().backward()
+            own.step()
+        if number % 2:
+            for p in plain.parameters():
+                other.state[p]["exp_avg"].zero_()
+    assert_same(net, optimizer, plain, other)
+
+
+def test_measurements_see_what_functions_have_made() -> None:
+    net = made()
+    model = gr.transform(
+        net, [gr.on("param:0.weight", Observe("max_abs")), gr.on("param:0.weight", lambda p: p.clamp(-0.1, 0.1))]
+    )
+    optimizer = gr.guard(OPTIMIZERS["AdamW"](net.parameters()), model, update_ratios=True)
+    before = net[0].weight.detach().clone()
+    model(batch(0)).square().sum().backward()
+    optimizer.step()
+    latest = model.monitor.latest()
+    assert latest["max_abs@param:0.weight"] == pytest.approx(0.1)
+    ratio = (net[0].weight.detach() - before).norm() / before.norm()
+    assert latest["update_ratio@gradient:0.weight"] == pytest.approx(float(ratio))
+
+
+def test_python_values_of_a_function() -> None:
+    class Limit:
+        value = 0.1
+
+    net = made()
+    model = gr.transform(net, gr.on("param:0.weight", lambda p: p.clamp(-Limit.value, Limit.value)))
+    optimizer = gr.guard(OPTIMIZERS["SGD"](net.parameters()), model)
+    for Limit.value in (0.1, 0.05, 0.1):
+        model(batch(0)).square().sum().backward()
+        optimizer.step()
+        assert float(net[0].weight.detach().abs().max()) == pytest.approx(Limit.value)
+
+
+def test_two_models_in_one_optimizer() -> None:
+    nets = made(), made()
+    models = [gr.transform(net, gr.on("step:0.weight", Hold(is_zero))) for net in nets]
+    optimizer = gr.guard(OPTIMIZERS["AdamW"]([p for net in nets for p in net.parameters()]), models)
+    zeros = nets[0][0].weight == 0
+    for model in models:
+        model(batch(0)).square().sum().backward()
+    optimizer.step()
+    for net in nets:
+        assert torch.equal(net[0].weight == 0, zeros)
+
+
+ERRORS: dict[str, tuple[Any, str, str]] = {
+    "no mask": (gr.on("step:0.weight", Hold(lambda g, v: g)), "AdamW", r"param:0\.weight: Hold.* torch.float64"),
+    "another shape": (gr.on("step:0.weight", Hold(lambda g, v: g[0] > 0)), "AdamW", r"bool of shape \(4,\).*\(5, 4\)"),
+    "no tensor": (gr.on("step:0.weight", Hold(lambda g, v: True)), "AdamW", "returned bool"),
+    "function": (gr.on("param:0.weight", lambda v: v[0]), "AdamW", r"param:0\.weight"),
+    "factored": (gr.on("step:0.weight", Hold(is_zero)), "Adafactor", "Adafactor keeps rows and columns.*AdamW"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    policy, name, text = ERRORS[case]
+    make = {"Adafactor": torch.optim.Adafactor, **OPTIMIZERS}[name]
+    net = made()
+    model = gr.transform(net, policy)
+    optimizer = gr.guard(make(net.parameters()), model)
+    model(batch(0)).square().sum().backward()
+    with pytest.raises(gr.RewriteError, match=text):
+        optimizer.step()
+
+
+def test_vectors_of_a_factored_optimizer_are_held() -> None:
+    net = made()
+    model = gr.transform(net, gr.on("step:0.bias", Hold(lambda g, v: torch.ones_like(v, dtype=torch.bool))))
+    optimizer = gr.guard(torch.optim.Adafactor(net.parameters()), model)
+    before = net[0].bias.detach().clone()
+    model(batch(0)).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(net[0].bias, before)
+    assert not bool(optimizer.state[net[0].bias]["variance"].any())
+
+
+def test_a_wrong_argument() -> None:
+    with pytest.raises(TypeError, match="function of the gradient"):
+        Hold(0.1)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from gradrewrite.passes import (
     ClipByNorm,
     ClipByValue,
     DecayWeights,
+    Hold,
     Keep,
     Observe,
     SkipSpikes,
@@ -181,7 +182,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "group": (ClipByGlobalNorm(1.0), "does not apply to this kind of site"),
     "judge": (SkipSpikes(), "does not apply to this kind of site"),
     "decay": (DecayWeights(0.1), "does not apply to this kind of site"),
-    "function": (lambda g: g * 2, "the tensor function .* does not apply to this kind of site"),
+    "hold": (Hold(torch.lt), "does not apply to this kind of site"),
+    "reads": (gr.call(lambda v, *, of: v, reads={"of": "activation:0"}), "does not apply to this kind of site"),
+    "several": (gr.joint(lambda values: values), "does not apply to this kind of site"),
     "examples": (Keep("example_norms"), "does not apply to this kind of site"),
 }
 

@@ -14,6 +14,7 @@ import gradrewrite.passes as P
 from gradrewrite.policy.actions import insertion_anywhere, insertion_at, is_action, kinds_of
 from gradrewrite.policy.insertions import (
     AverageOverRanks,
+    HoldElements,
     Insertion,
     JudgeUpdate,
     KeepTensor,
@@ -66,6 +67,7 @@ ALL: dict[str, tuple[Any, type]] = {
     "Observe": (P.Observe("norm"), MeasureTensor),
     "Keep": (P.Keep(), KeepTensor),
     "DecayWeights": (P.DecayWeights(0.1), ScaleParameter),
+    "Hold": (P.Hold(torch.lt), HoldElements),
     "AllReduce": (P.AllReduce(), AverageOverRanks),
     "ClipByGlobalNorm": (P.ClipByGlobalNorm(1.0), ScaleGroup),
     "AutoClip": (P.AutoClip(), ScaleGroup),
