@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -107,6 +107,7 @@ def _hold(
     """Insert the choice between the values before and behind the update."""
     effect, first = insertion.effect, points[0]
     assert isinstance(effect, HoldElements)
+    site = replace(first.site, kind="step")  # that of the rule
 
     def chosen(gradient: Tensor, value: Tensor) -> Tensor:
         found = effect.where(gradient, value)
@@ -114,7 +115,7 @@ def _hold(
             is_tensor = isinstance(found, Tensor)
             got = f"{found.dtype} of shape {tuple(found.shape)}" if is_tensor else type(found).__name__
             raise CallbackError(
-                f"{first.site}: {describe(insertion.action)} returned {got}; where(gradient, value) returns "
+                f"{site}: {describe(insertion.action)} returned {got}; where(gradient, value) returns "
                 f"a bool tensor of the parameter's shape {tuple(value.shape)}, True for elements that are held"
             )
         return found
@@ -126,11 +127,12 @@ def _hold(
 
     if spread is not None:
         alone = ReplaceTensor(lambda value, old: torch.where(chosen(value, old), old, value), "value")
-        refuse_unless_elementwise(canvas, first, insertion, alone, spread)
+        at_step = InsertionPoint(site, first.node, first.before, first.order, value=first.value)
+        refuse_unless_elementwise(canvas, at_step, insertion, alone, spread)
     nodes = [canvas.current(point.node) for point in points]
     further = [*(point.value for point in points if point.value is not None), gradient]
     traced = trace_function(
-        hold, list(map(value_of, nodes)), [point.site for point in points], insertion, canvas.mode_at(first),
+        hold, list(map(value_of, nodes)), [site, *(point.site for point in points[1:])], insertion, canvas.mode_at(first),
         list(map(value_of, further)),
     )  # fmt: skip
     outputs, new = canvas.splice(traced, [*nodes, *further], first)
