@@ -1,4 +1,4 @@
-"""Functions of several values in an eager backward, which is run until each function was given all of its values."""
+"""Functions of several values in repeated eager backwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Run = Callable[[Insertion, Sequence[Site], Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass
 class EagerGroups:
-    """The groups with members at errors and inputs: their values in the last backward, and what takes their place."""
+    """The groups at errors and inputs, with values and results.
+
+    The backward is run until each function was given all of its values.
+    """
 
     names: set[Hashable] = field(default_factory=set)
     _members: dict[Site, list[Answered]] = field(default_factory=dict)
@@ -30,7 +33,7 @@ class EagerGroups:
         self._members[site] = [one for one in answers if one.insertion.group in self.names]
 
     def act(self, site: Site, value: Tensor) -> Tensor:
-        """Note the value of a site for its groups; return what the functions have made of it."""
+        """Note the value of a site for its groups; return their last result."""
         for answered in self._members[site]:
             group = answered.insertion.group
             self._values.setdefault(group, {})[site] = value
@@ -38,7 +41,7 @@ class EagerGroups:
         return value
 
     def run(self, run: Run) -> bool:
-        """Run all functions on the values of the last backward; return whether a result is another one than before."""
+        """Run all functions on the last values; return whether a result is new."""
         before, self._results = self._results, {group: dict(self._run_one(group, run)) for group in self._values}
         return not _are_equal(before, self._results)
 

@@ -170,6 +170,27 @@ class Site:
         """
         return Pattern.parse(pattern).matches(self)
 
+    def matched(self, pattern: str) -> str:
+        """Return the name of this site in a pattern.
+
+        ``name`` is that of the innermost module that returns the value; a pattern may mean one around it.
+
+        Args:
+            pattern: As for ``matches``.
+
+        Returns:
+            The first address that matches, innermost first, with ``#call`` where that is not 0; ``""`` if none does.
+
+        Raises:
+            ValueError: As ``matches``.
+
+        Example:
+            >>> site = Site("error", "block.mlp.down", addresses=(("block.mlp.down", 0), ("block.mlp", 0)))
+            >>> site.matched("error:*.mlp")
+            'block.mlp'
+        """
+        return Pattern.parse(pattern).address_in(self) or ""
+
 
 ARROW = "->"  # from a value to a use of it
 
@@ -279,14 +300,19 @@ class Pattern:
 
     def matches(self, site: Site) -> bool:
         """Compare with every address of the site; without a kind, only sites of the model's graphs match."""
+        return self.address_in(site) is not None
+
+    def address_in(self, site: Site) -> str | None:
+        """Return the first address of a site that matches, with ``#call``; None if none does."""
         # A step site too is of no graph of the model: a pattern without a kind does not mean it.
         is_elsewhere = site.traits.needs_kind or site.traits.at_guard
-        if site.kind != self.kind and (self.kind is not None or is_elsewhere):
-            return False
-        return self._matches_use(site) and any(
-            self.source.matches(name, call, is_op=site.traits.of_value and "/" in name and name not in site.output_of)
-            for name, call in site.addresses or ((site.name, site.call),)
-        )
+        if (site.kind != self.kind and (self.kind is not None or is_elsewhere)) or not self._matches_use(site):
+            return None
+        for name, call in site.addresses or ((site.name, site.call),):
+            is_op = site.traits.of_value and "/" in name and name not in site.output_of
+            if self.source.matches(name, call, is_op=is_op):
+                return _numbered(name, call)
+        return None
 
     def _matches_use(self, site: Site) -> bool:
         """Whether the destination is meant: the outermost one that matches."""

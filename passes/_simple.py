@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradrewrite.passes._settings import check_number, numbers_of, scalar, short_repr, store_python_numbers
+from gradrewrite.passes._settings import check_number, now, numbers_of, scalar, short_repr, store_python_numbers
 from gradrewrite.policy.insertions import Insertion, ReplaceTensor
+from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind, Site
 
 _KINDS: frozenset[Kind] = frozenset(("error", "gradient", "step"))
@@ -24,18 +25,18 @@ class Scale:
     "Unsupervised domain adaptation by backpropagation", 2015, https://arxiv.org/abs/1409.7495.
 
     Attributes:
-        factor: A finite number (baked in), or a tensor with one element (read at every backward).
+        factor: A finite number (baked in), a tensor with one element (read at every backward), or a ``gr.Schedule``.
 
     Raises:
         ValueError: The factor is NaN or infinite.
-        TypeError: The factor is neither number nor tensor.
+        TypeError: The factor is neither number nor tensor nor schedule.
 
     Example:
         >>> Scale(-1.0)
         Scale(-1.0)
     """
 
-    factor: float | Tensor
+    factor: float | Tensor | Schedule
 
     kinds: ClassVar[frozenset[Kind]] = _KINDS
     __repr__ = short_repr
@@ -43,7 +44,7 @@ class Scale:
     def __post_init__(self) -> None:
         store_python_numbers(self)
         check_number("Scale", "factor", self.factor)
-        if not isinstance(self.factor, Tensor) and math.isinf(self.factor):
+        if isinstance(self.factor, int | float) and math.isinf(self.factor):
             raise ValueError(f"Scale: factor must be finite, got {self.factor!r}")
 
     def at(self, site: Site) -> Insertion:
@@ -52,7 +53,8 @@ class Scale:
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Scale; see the class."""
-        return tensor * (scalar(self.factor, tensor) if isinstance(self.factor, Tensor) else self.factor)
+        factor = now(self.factor, tensor.device)
+        return tensor * (scalar(factor, tensor) if isinstance(factor, Tensor) else factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,17 +83,20 @@ def may_read_gradients(optimizer: torch.optim.Optimizer, step: Callable[..., Any
 
 
 def has_factored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether an optimizer of torch keeps rows and columns for a parameter, before its first step too."""
+    """Whether torch's optimizer keeps rows and columns for a parameter."""
     return isinstance(optimizer, torch.optim.Adafactor) and parameter.dim() > 1
 
 
 def is_number(key: Any) -> bool:
-    """Whether a key in the state of torch's optimizers is that of a number, for a parameter of no dimension too."""
+    """Whether the key of state of torch's optimizers is a number's."""
     return key in ("step", "mu_product", "eta", "mu")
 
 
 def begins_at_zero(optimizer: torch.optim.Optimizer, key: Any) -> bool:
-    """Whether a tensor in the state of a parameter is 0 before the first step, which may make it from the gradient."""
+    """Whether a tensor of state counts as 0 before the first step.
+
+    That step may make it from the gradient.
+    """
     return not (isinstance(optimizer, torch.optim.Rprop) and key == "step_size")
 
 

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state behind ``optimizer.step()``: held elements, and functions that change them."""
+"""Held elements and functions behind ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Plan:
 
 
 class ChangedState:
-    """The actions of one optimizer that change what an update has written, as one graph behind it."""
+    """The actions of one optimizer behind its update, as one graph."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         """Take the targets for their names, states and engine."""
@@ -55,7 +55,7 @@ class ChangedState:
     def save(
         self, optimizer: torch.optim.Optimizer, names: Names, members: Sequence[Member], held: Held
     ) -> dict[Place, Tensor]:
-        """Copy the tensors that are read as they were before the update: the parts on this rank.
+        """Copy the tensors read behind the update, on this rank.
 
         PolicyError for state of a held parameter that has another shape.
         """
@@ -87,7 +87,9 @@ class ChangedState:
         saved: Mapping[Place, Tensor],
         verdict: Tensor | None,
     ) -> tuple[BackwardOutputs, list[Tensor]] | None:
-        """Put back what is held, and call functions; return their records and kept tensors, None without any action.
+        """Put back held elements and call functions; return records and kept tensors.
+
+        None without any action.
 
         ``verdict`` is not 0 where the device has skipped the update, which the host does not know.
         """
@@ -240,7 +242,7 @@ def _factored(
 
 
 def _at_first(optimizer: torch.optim.Optimizer, key: Any, value: Tensor) -> Tensor:
-    """Return what a tensor of state was before the update that made it."""
+    """Return a tensor of new state as before its first update."""
     return torch.zeros_like(value) if optimizers.begins_at_zero(optimizer, key) else value.clone()
 
 

@@ -51,12 +51,14 @@ def guard(
     that was used. Records are added to those of the last backward; they make a step of their own where no backward has
     recorded anything since this optimizer's last step.
 
-    ``Observe``, ``Keep`` and ``CheckFinite`` (but not with ``"skip"``) also stand at parameters, ``param:NAME``, and at
-    the floating-point tensors of their state, ``state:NAME.KEY`` (``optimizer.state[parameter][KEY]``), as the step
-    leaves them: after the update, ``DecayWeights`` included, and unchanged where it was skipped. They are measured
-    outside of any graph; sharded tensors have the figures of the whole (in such steps one further all-reduce with
-    ``SUM``, and one with ``MAX`` where extremes are measured). A callback's answers count there only if it tells the
-    kind from others, so that ``lambda site: Observe("norm")`` says nothing about parameters.
+    Behind the update, and ``DecayWeights``, ``Hold`` puts back elements, and tensor functions at parameters,
+    ``param:NAME``, and at the floating-point tensors of their state, ``state:NAME.KEY``
+    (``optimizer.state[parameter][KEY]``), change what is there: ``f(value)`` or ``f(value, before)``, one graph for
+    all. ``Observe``, ``Keep`` and ``CheckFinite`` (but not with ``"skip"``) stand there too: they see what the step
+    leaves, unchanged where it was skipped. They are measured outside of any graph; sharded tensors have the figures of
+    the whole (in such steps one further all-reduce with ``SUM``, and one with ``MAX`` where extremes are measured). A
+    callback's answers count there only if it tells the kind from others, so that ``lambda site: Observe("norm")`` says
+    nothing about parameters.
 
     Where one ``ClipByGlobalNorm`` is the only group action, all gradients are in its group, and the optimizer is fused,
     the optimizer's kernel divides by ``total norm / max_norm`` as it reads the gradients, which costs no pass of its
@@ -120,6 +122,7 @@ def guard(
         PolicyError: (from ``step``) ``process_group`` is needed; or ranks of a DistributedDataParallel may join
             (``model.join()``), and the others would wait for them.
         UnsupportedGradientError: (from ``step``) There is an action at a sparse gradient.
+        CallbackError: (from ``step``) A function returned something else than a tensor like the one it was given.
 
     Example:
         >>> import gradrewrite as gr

@@ -162,7 +162,7 @@ class GuardedUpdate:
         return any(sampling.is_due(every) for sampling in sampled) or not sampled
 
     def finish(self, optimizer: torch.optim.Optimizer, bad: Tensor | None, before: Sequence[Before]) -> None:
-        """Act on what the update has written, and record it; NonFiniteError if a check of these raises."""
+        """Act behind the update and record; NonFiniteError if a check raises."""
         try:
             self._after_update(optimizer)
         finally:
@@ -188,7 +188,7 @@ class GuardedUpdate:
         return names, self._tensors.members(optimizer, names, num_guards)
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put back what is held, call functions, and measure parameters and optimizer state."""
+        """Put back held elements, call functions, and measure."""
         if self._tensors is None or not (self._held or self._tensors.may_act):
             return
         names, members = self._members(optimizer)
@@ -197,8 +197,10 @@ class GuardedUpdate:
         if self._tensors.may_act:
             self._tensors.warn_of_none(optimizer)
         for found in (changed, self._observed.measure(optimizer, members)):
-            for at in self._attached if found is not None else ():
-                at.collect_again(*found, self._number)
+            if found is not None:
+                outputs, tensors = found
+                for at in self._attached:
+                    at.collect_again(outputs, tensors, self._number)
 
     def make(
         self, optimizer: torch.optim.Optimizer, update: Callable[[], Any], bad: Tensor | None, outcome: StepOutcome

@@ -1,4 +1,4 @@
-"""Update graphs: what becomes of parameters and optimizer state behind an update."""
+"""Update graphs: held elements and functions behind an update."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class UpdateRewrite:
 def rewrite_update(
     tensors: Sequence[Updated], held: Sequence[HeldParameter], states: StateStore | None, *, may_be_skipped: bool
 ) -> UpdateRewrite:
-    """Make the graph; CallbackError or PolicyError for a function that cannot act there."""
+    """Make the graph; CallbackError or PolicyError for wrong functions."""
     before = [n for n, tensor in enumerate(tensors) if tensor.before is not None]
     inputs = [(str(tensor.site), tensor.value) for tensor in tensors]
     inputs += [(f"{tensors[n].site}_before", copy) for n in before if (copy := tensors[n].before) is not None]
@@ -131,10 +131,9 @@ def _hold(
         refuse_unless_elementwise(canvas, at_step, insertion, alone, spread)
     nodes = [canvas.current(point.node) for point in points]
     further = [*(point.value for point in points if point.value is not None), gradient]
-    traced = trace_function(
-        hold, list(map(value_of, nodes)), [site, *(point.site for point in points[1:])], insertion, canvas.mode_at(first),
-        list(map(value_of, further)),
-    )  # fmt: skip
+    sites = [site, *(point.site for point in points[1:])]
+    values, others = list(map(value_of, nodes)), list(map(value_of, further))
+    traced = trace_function(hold, values, sites, insertion, canvas.mode_at(first), others)
     outputs, new = canvas.splice(traced, [*nodes, *further], first)
     keys = canvas.packing.add(insertion, first.site, first.site, traced.reports, outputs[len(points) :])
     canvas.note(first.site, insertion, tuple(node.name for node in new), tuple(keys))

@@ -43,10 +43,11 @@ from gradrewrite.numerics.statistics import (
     shares_of,
     size_of,
 )
-from gradrewrite.policy.state_store import StateScope
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from gradrewrite.policy.state_store import StateScope
 
 
 @dataclass

@@ -6,20 +6,25 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from gradrewrite.errors import PolicyError
 from gradrewrite.policy.numbers import python_number
+from gradrewrite.policy.recording import current_recording
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A bound as a function of the step, in place of a number or tensor.
+    """A setting as a function of the step, in place of a number or tensor.
 
-    The function runs on the host, once for each step, and the graph reads what it returned from a tensor on the
-    device: nothing is compiled again and nothing waits. The step is the number of ``step`` calls of a guarded
-    optimizer before, skipped ones too (of several optimizers that of the one with most), or of backwards where no
-    optimizer has a guard; it is 0 at first, and part of ``gr.state_dict(model)``. It never goes back: where an
-    optimizer is guarded, unguarded or deleted (a new phase of training), those that have a guard then go on from the
-    step that was reached, each by its own ``step`` calls from there.
+    A tensor function that closes over it reads it as ``schedule.value``. The function runs on the host, once for each
+    step, and the graph reads what it returned from a tensor on the device: nothing is compiled again and nothing waits.
+    The step is the number of ``step`` calls of a guarded optimizer before, skipped ones too (of several optimizers that
+    of the one with most), or of backwards where no optimizer has a guard; it is 0 at first, and part of
+    ``gr.state_dict(model)``. It never goes back: where an optimizer is guarded, unguarded or deleted (a new phase of
+    training), those that have a guard then go on from the step that was reached, each by its own ``step`` calls from
+    there.
 
     Attributes:
         fn: ``fn(step) -> number``. Infinity bounds nothing; where a bound has to be > 0, 0 scales to 0 and a negative
@@ -64,6 +69,18 @@ class Schedule:
             wanted = "a number" if least == -math.inf else f"a number >= {least:g}"
             raise PolicyError(f"{self!r} returned {number!r} at step {step}, and {wanted} is wanted", code="schedule")
         return float(number)
+
+    @property
+    def value(self) -> Tensor:
+        """The value at the step at hand, for a tensor function.
+
+        0-d, float64 (float32 on MPS), on the device of the gradient. In a function that is called by hand that of step
+        0, on the CPU.
+        """
+        recording = current_recording()
+        if recording is None or recording.states is None:
+            return torch.tensor(self.at(0), dtype=torch.float64)
+        return recording.states.store.schedule(self, recording.device, -math.inf)
 
     def __repr__(self) -> str:
         """As the call that makes it."""

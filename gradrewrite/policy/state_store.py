@@ -170,7 +170,7 @@ class StateStore:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Set all states back, at the end, to what they were."""
+        """Restore all states at the end."""
         kept = {key: tensor.clone() for key, tensor in self._tensors.items()}
         yield
         for key, tensor in self._tensors.items():

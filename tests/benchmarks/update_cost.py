@@ -3,8 +3,8 @@
     python tests/benchmarks/update_cost.py [--rounds 15] [--width 256] [--rows 16]
 
 Each variant is forward, backward and ``optimizer.step()`` of a fused AdamW, compiled, on one thread: ``plain`` is
-torch.compile alone, ``hold`` holds elements of every parameter (``Hold(lambda g, v: v == 0)``), ``project`` divides each
-row of every matrix by its norm behind the update. Processor times are medians of rounds in which the variants take
+torch.compile alone, ``hold`` holds elements of every parameter (``Hold(lambda g, v: v == 0)``), ``project`` divides
+each row of every matrix by its norm behind the update. Processor times are medians of rounds in which the variants take
 turns, as ratios to ``plain`` of the same round. ``held bytes`` are those of the copies of a step over those of the
 parameters and their state.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -172,3 +173,26 @@ def test_random_numbers_of_compiled_code_are_drawn_from_seeds(mode: str) -> None
     all_seeds = operators.run_node(seeds, (1, torch.device("cpu")), {})
     got = operators.run_node(node, ([5, 7], all_seeds[0], mode), {})
     assert torch.equal(got, wanted)
+
+
+_STEPPING: dict[str, Any] = {
+    f"{name} {form}": (getattr(torch.optim, name), {form: True} if form != "loop" else {"foreach": False})
+    for name in ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+    for form in ("loop", "foreach", *["fused"] * (name in ("Adam", "AdamW", "SGD", "Adagrad")))
+}
+
+
+@pytest.mark.parametrize("case", _STEPPING)
+def test_optimizers_leave_gradients_as_they_are(case: str) -> None:
+    """``Hold`` is given ``.grad`` behind the update: the gradient that was used."""
+    make, options = _STEPPING[case]
+    own = [nn.Parameter(torch.randn(3, 2)) for _ in range(2)]
+    optimizer = make(own, lr=0.1, weight_decay=0.1, **options) if "Rprop" not in case else make(own, lr=0.1, **options)
+    for _ in range(3):
+        for p in own:
+            p.grad = torch.randn_like(p)
+        kept = [p.grad.clone() for p in own if p.grad is not None]
+        optimizer.step()
+        for p, g in zip(own, kept, strict=True):
+            assert p.grad is not None
+            assert torch.equal(p.grad, g)

@@ -49,7 +49,7 @@ def batch(step: int, rank: int | None) -> Tensor:
     return x if rank is None else x.chunk(RANKS)[rank]
 
 
-def train(run: Any, model: Any, rank: int | None) -> dict[str, Tensor]:
+def train(run: Any, model: Any, rank: int | None) -> dict[str, Any]:
     optimizer = gr.guard(torch.optim.AdamW(model.parameters(), lr=0.1), model)
     for step in range(STEPS):
         optimizer.zero_grad()

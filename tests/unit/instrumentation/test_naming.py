@@ -381,3 +381,14 @@ def test_other_module_without_a_value_does_not_point_to_tap() -> None:
     model = gr.transform(plain, gr.on("error:unused", Scale(2.0)))
     with pytest.warns(gr.RewriteWarning, match=r"does nothing$"):
         model(torch.ones(1, 2)).sum().backward()
+
+
+def test_the_name_that_a_pattern_means() -> None:
+    seen: list[gr.Site] = []
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    model = gr.transform(net, lambda site: seen.append(site) if site.kind == "error" else None)
+    model(torch.ones(1, 2)).sum().backward()
+    (site,) = (site for site in seen if site.name == "0.1")
+    assert site.matched("error:0") == "0"
+    assert site.matched("*") == "0.1"
+    assert site.matched("error:0.0") == site.matched("gradient:*") == ""

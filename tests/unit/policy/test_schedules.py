@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradrewrite as gr
-from gradrewrite.passes import AdaptiveClip, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradrewrite.passes import AdaptiveClip, ClipByGlobalNorm, ClipByNorm, ClipByValue, Scale
 
 INF, NAN = math.inf, math.nan
 
@@ -104,6 +104,24 @@ def test_two_optimizers_of_one_model_count_once() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert model.monitor.latest()["bound@group:default"] == 1.0 / (step + 1)
+
+
+def test_factors_and_functions_follow_the_step() -> None:
+    net = nn.Linear(2, 2)
+    factor = gr.Schedule(float)
+    policy = [gr.on("gradient:weight", Scale(factor)), gr.on("gradient:bias", lambda g: g * factor.value.to(g.dtype))]
+    model = gr.transform(net, [*policy, gr.on("param:weight", lambda w, old: old + factor.value.float() * (w - old))])
+    optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=1.0), model)
+    for step in range(4):
+        optimizer.zero_grad()
+        before = net.weight.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(net.weight.grad, torch.full((2, 2), float(step)))
+        torch.testing.assert_close(net.bias.grad, torch.full((2,), float(step)))
+        torch.testing.assert_close(before - net.weight.detach(), torch.full((2, 2), float(step) ** 2))
+    assert len(model.explain().graphs) == 1
+    assert float(factor.value) == 0.0  # by hand
 
 
 def test_the_function_runs_once_a_step() -> None:
