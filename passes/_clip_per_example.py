@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradrewrite.numerics.noise import NoiseSource, draw_seed
-from gradrewrite.numerics.statistics import largest_of, share_of
+from gradrewrite.numerics.statistics import share_of
+from gradrewrite.passes._example_weights import ExampleNoise, weigh_examples
 from gradrewrite.passes._settings import (
     bound_of,
-    check_examples,
     check_norm,
     check_not_negative,
-    check_number,
     now,
     short_repr,
     store_python_numbers,
 )
-from gradrewrite.policy.insertions import Insertion, LossReduction, PerExample, WeighExampleGradients
-from gradrewrite.policy.recording import current_recording, record
+from gradrewrite.policy.insertions import Insertion, LossReduction
+from gradrewrite.policy.recording import record
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Kind, Site
 
@@ -81,7 +79,7 @@ class ClipPerExample:
     loss_reduction: LossReduction = "mean"
     group: Hashable = "default"
     batch_dim: int = 0
-    _source: NoiseSource | None = field(init=False, repr=False, compare=False)
+    _noise: ExampleNoise | None = field(init=False, repr=False, compare=False)
 
     kinds: ClassVar[frozenset[Kind]] = frozenset(("gradient",))
     __repr__ = short_repr
@@ -89,13 +87,7 @@ class ClipPerExample:
     def __post_init__(self) -> None:
         store_python_numbers(self)
         check_norm("ClipPerExample", self.max_norm, 2.0)
-        if isinstance(self.noise_multiplier, Tensor):
-            raise TypeError("ClipPerExample: noise_multiplier is a number, got a tensor")
-        check_number("ClipPerExample", "noise_multiplier", self.noise_multiplier)
-        if not 0 <= self.noise_multiplier < float("inf"):
-            raise ValueError(f"ClipPerExample: noise_multiplier must be >= 0 and finite, got {self.noise_multiplier!r}")
-        check_examples("ClipPerExample", self.loss_reduction, self.batch_dim)
-        object.__setattr__(self, "_source", NoiseSource(draw_seed()) if self.has_noise else None)
+        object.__setattr__(self, "_noise", ExampleNoise.of(self, self.max_norm))
 
     def check_bounds(self) -> None:
         """Raise ValueError if the bound is a tensor, and negative now."""
@@ -103,34 +95,13 @@ class ClipPerExample:
 
     def at(self, site: Site) -> Insertion:
         """Return the insertion at a site."""
-        examples = PerExample((), self.loss_reduction, self.batch_dim)
-        noise = self.noise if self.has_noise else None
-        effect = WeighExampleGradients(self.group, self.apply_group, examples, noise)
-        return Insertion(self, effect, self.kinds, has_units=True)
+        return weigh_examples(self, self.factors, self._noise)
 
-    def apply_group(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the weights of the examples, from their squared norms."""
-        (squares,) = tensors
-        norms = squares.sqrt()
+    def factors(self, norms: Tensor) -> Tensor:
+        """Return the factors of the examples, and record the share of clipped ones."""
         bound = bound_of(now(self.max_norm, norms.device, least=0.0), norms)
         if not isinstance(bound, Tensor):
             bound = norms.new_full((), bound)
         acts = (norms > bound) & (norms < torch.inf)
-        record("example_norm_mean", norms.mean())
-        record("example_norm_max", largest_of(norms))
         record("clipped_share", share_of(acts))
-        return [torch.where(acts, bound / norms, 1.0)]
-
-    @property
-    def has_noise(self) -> bool:
-        """Whether noise is added."""
-        return self.noise_multiplier > 0
-
-    def noise(self, tensor: Tensor) -> Tensor:
-        """Return the noise for the sum of one parameter's clipped gradients."""
-        source, recording = self._source, current_recording()
-        assert source is not None  # asked for where there is noise
-        if recording is not None and recording.states is not None:
-            source = recording.states.noise_source("ClipPerExample.noise", source)
-        bound = bound_of(now(self.max_norm, tensor.device, least=0.0), tensor)
-        return source.normal_like(tensor) * bound * self.noise_multiplier
+        return torch.where(acts, bound / norms, 1.0)

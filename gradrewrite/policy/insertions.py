@@ -146,14 +146,15 @@ class ScaleGroup:
 class WeighExampleGradients:
     """Weights of the batch's examples in the gradients of a group.
 
-    ``run`` is given the squared norms ``[B]`` of the gradients of the examples, over all parameters of the group, in a
-    list, and returns their weights so.
+    ``run`` is given the squared norms ``[B]`` of the gradients of the examples, over all parameters of the group, or
+    with ``per_parameter`` of each alone, in a list, and returns their weights so.
     """
 
     group: Hashable
     run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     examples: PerExample
     noise: Callable[[Tensor], Tensor] | None = None  # for a sum of gradients of examples of this shape
+    per_parameter: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,16 +13,39 @@ from gradrewrite.ir.markers import value_of
 from gradrewrite.numerics.statistics import norm_of
 from gradrewrite.policy.insertions import MeasureExampleGradients, WeighExampleGradients
 from gradrewrite.policy.recording import recording
+from gradrewrite.policy.state_store import StateScope
 from gradrewrite.rewriting.action_tracing import TraceMode, trace_function
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.example_gradients import Asked
 from gradrewrite.rewriting.lowering import Group
 
 
-def insert_example_clip(
+def insert_example_weights(
     canvas: Canvas, group: Group, effect: WeighExampleGradients, where: str, nodes: Sequence[fx.Node], mode: TraceMode
 ) -> None:
     """Insert the weights of examples, and the gradients that they make."""
+    if effect.per_parameter:
+        for point, node in zip(group.points, nodes, strict=True):
+            at, own = str(point.site), replace(group, points=[point])
+            _insert_weights(canvas, own, effect, at, [node], canvas.mode(point.site, at), mode.states)
+    else:
+        _insert_weights(canvas, group, effect, where, nodes, mode, mode.states)
+    if effect.noise is not None:  # without it, clips of several backwards add up to that of all their examples
+        name = f"{effect.group} (noise)"  # a global clip may have a group of the same name
+        canvas.packing.groups.append(name)
+        canvas.packing.noisy.add(name)
+
+
+def _insert_weights(
+    canvas: Canvas,
+    group: Group,
+    effect: WeighExampleGradients,
+    where: str,
+    nodes: Sequence[fx.Node],
+    mode: TraceMode,
+    noise_states: StateScope | None,
+) -> None:
+    """Insert the weights that follow from one norm of each example."""
     assert canvas.examples is not None
     insertion, points, site = group.insertion, group.points, group.points[0].site
     asked = Asked(insertion, effect.examples)
@@ -33,16 +56,12 @@ def insert_example_clip(
     keys = canvas.packing.add(insertion, where, site, traced.reports, extras)
     shared = (*canvas.examples.take_new(), *new)
     for point, node in zip(points, nodes, strict=True):
-        with recording(point.site.device, states=mode.states):
+        with recording(point.site.device, states=noise_states):
             result = canvas.examples.weighted_gradient(point, node, weights, asked, effect.noise, scale)
         made = tuple(n.name for n in (*shared, *canvas.examples.take_new()))
         canvas.note(point.site, insertion, made, tuple(keys))
         canvas.replace(point, result)
         shared = ()
-    if effect.noise is not None:  # without it, clips of several backwards add up to that of all their examples
-        name = f"{effect.group} (noise)"  # a global clip may have a group of the same name
-        canvas.packing.groups.append(name)
-        canvas.packing.noisy.add(name)
 
 
 def insert_example_figures(

@@ -27,7 +27,7 @@ from gradrewrite.policy.recording import Recording, current_recording
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode, check_dense, trace_function
 from gradrewrite.rewriting.canvas import Canvas
-from gradrewrite.rewriting.inserters.examples import insert_example_clip, insert_example_figures
+from gradrewrite.rewriting.inserters.examples import insert_example_figures, insert_example_weights
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import Group
 from gradrewrite.rewriting.node_shares import share_nodes
@@ -47,7 +47,7 @@ def insert_group(canvas: Canvas, group: Group, where: str = "") -> None:
     mode = canvas.mode(points[0].site, where)
     match group.effect:
         case WeighExampleGradients() as effect:
-            insert_example_clip(canvas, group, effect, where, nodes, mode)
+            insert_example_weights(canvas, group, effect, where, nodes, mode)
         case MeasureExampleGradients() as effect:
             insert_example_figures(canvas, group, effect, where, nodes, mode)
         case ScaleGroup() as effect if all(point.layout is None for point in points):
