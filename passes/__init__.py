@@ -30,6 +30,7 @@ from gradrewrite.passes._simple import Scale as Scale
 from gradrewrite.passes._simple import Zero as Zero
 from gradrewrite.passes._skip_spikes import SkipSpikes as SkipSpikes
 from gradrewrite.passes._store import Store as Store
+from gradrewrite.passes._weigh_examples import WeighExamples as WeighExamples
 from gradrewrite.passes._weigh_losses import WeighLosses as WeighLosses
 from gradrewrite.passes._weight_decay import L2 as L2
 from gradrewrite.passes._weight_decay import DecayWeights as DecayWeights
@@ -64,6 +65,7 @@ __all__ = [  # noqa: RUF022 - L2 is a class, not a constant
     "SkipSpikes",
     "Store",
     "UPGrad",
+    "WeighExamples",
     "WeighLosses",
     "ZClip",
     "Zero",

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.errors import PolicyError
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.recording import current_recording
@@ -133,7 +134,8 @@ def short_repr(action: Any) -> str:
             continue
         value = getattr(action, field.name)
         if field.default is MISSING:
-            shown.append(repr(value) if not field.kw_only else f"{field.name}={value!r}")
+            text = describe_callable(value) if callable(value) else repr(value)
+            shown.append(f"{field.name}={text}" if field.kw_only else text)
         elif isinstance(value, Tensor) or value != field.default:
             shown.append(f"{field.name}={value!r}")
     return f"{type(action).__name__}({', '.join(shown)})"

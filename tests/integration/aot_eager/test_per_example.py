@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipPerExample, Keep, Observe
+from gradrewrite.passes import ClipPerExample, Keep, Observe, WeighExamples
 
 from models.per_example import MODELS, example_gradients, make
 from models.small import Lambda
@@ -282,11 +282,19 @@ def test_the_bound_may_follow_a_schedule() -> None:
 
 
 @pytest.mark.long
-def test_noise_goes_on_after_a_checkpoint() -> None:
+@pytest.mark.parametrize(
+    ("kind", "of", "options"),
+    [
+        (ClipPerExample, 1.0, {}),
+        (WeighExamples, torch.reciprocal, {}),
+        (WeighExamples, torch.reciprocal, {"per_parameter": True}),
+    ],
+)
+def test_noise_goes_on_after_a_checkpoint(kind: Any, of: Any, options: dict[str, Any]) -> None:
     def made() -> Any:
         torch.manual_seed(5)
         model, inputs = make("linear")
-        return gr.transform(model, gr.on("gradient:*", ClipPerExample(1.0, noise_multiplier=2.0))), inputs
+        return gr.transform(model, gr.on("gradient:*", kind(of, noise_multiplier=2.0, **options))), inputs
 
     def gradients(model: Any, inputs: Any, times: int) -> list[Tensor]:
         found = []
@@ -299,7 +307,7 @@ def test_noise_goes_on_after_a_checkpoint() -> None:
     model, inputs = made()
     gradients(model, inputs, 2)
     state = gr.state_dict(model)
-    assert list(state["states"]) == ["group:default/ClipPerExample.noise.cpu"]
+    assert list(state["states"]) == [f"group:default/{kind.__name__}.noise.cpu"]
     copied = pickle.loads(pickle.dumps(model))
     wanted = gradients(model, inputs, 2)
     for is_called in (False, True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor import metrics
 
 import gradrewrite as gr
-from gradrewrite.passes import ClipPerExample, Keep
+from gradrewrite.passes import ClipPerExample, Keep, WeighExamples
 
 from benchmarks.measuring import allocations, largest_sum
 from models.per_example import example_gradients, make
@@ -33,6 +34,33 @@ def test_compiled(name: str) -> None:
         torch.testing.assert_close(moments[parameter], own.square().mean(0), **EXACT)
         wanted = torch.einsum("b,b...->...", factors, own)
         torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("name", ["tied", "conv 2-D"])
+def test_factors_in_float32(name: str, each: bool) -> None:
+    model, inputs = make(name)
+    terms = example_gradients(model, *inputs)
+    model, inputs = model.float(), [x.float() if x.is_floating_point() else x for x in inputs]
+    rewritten = gr.transform(model, gr.on("gradient:*", WeighExamples(lambda n: 1 / (n + 0.01), per_parameter=each)))
+    rewritten.compile()
+    rewritten(*inputs).backward()
+    squares = {parameter: own.flatten(1).square().sum(1) for parameter, own in terms.items()}
+    for parameter, own in terms.items():
+        norms = (squares[parameter] if each else torch.stack([*squares.values()]).sum(0)).sqrt()
+        wanted = torch.einsum("b,b...->...", 1 / (norms + 0.01), own).float() / len(norms)
+        torch.testing.assert_close(model.get_parameter(parameter).grad, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["linear", "attention"])
+def test_factors_of_a_function_have_the_kernels_of_a_clip(name: str) -> None:
+    def kernels(action: ClipPerExample | WeighExamples) -> int:
+        model, inputs = make(name)
+        begin = metrics.generated_kernel_count
+        gr.transform(model, gr.on("gradient:*", action)).compile()(*inputs).backward()
+        return metrics.generated_kernel_count - begin
+
+    assert 0 < kernels(WeighExamples(lambda n: (0.1 / n).clamp(max=1))) <= kernels(ClipPerExample(0.1))
 
 
 @pytest.mark.parametrize("name", ["parts", "conv 1-D"])

@@ -73,6 +73,7 @@ ALL: dict[str, tuple[Any, type]] = {
     "AutoClip": (P.AutoClip(), ScaleGroup),
     "ZClip": (P.ZClip(), ScaleGroup),
     "ClipPerExample": (P.ClipPerExample(1.0), WeighExampleGradients),
+    "WeighExamples": (P.WeighExamples(torch.reciprocal), WeighExampleGradients),
     "NoiseScale": (P.NoiseScale(), MeasureExampleGradients),
     "WeighLosses": (P.WeighLosses(P.UPGrad()), WeighLossGradients),
     "SkipSpikes": (P.SkipSpikes(), JudgeUpdate),
