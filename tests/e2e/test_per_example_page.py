@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "per-example.md").read_text()
 
 @pytest.mark.long
 def test_the_page() -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     inputs = "torch.randn(16, 4), torch.randint(0, 3, (16,))"
     assert f"model({inputs})" in code
     known: dict[str, Any] = {}
@@ -37,9 +37,21 @@ def test_the_page() -> None:
 
 def test_the_noise_scale(capsys: pytest.CaptureFixture[str]) -> None:
     """The figures of the page, up to rounding on other processors."""
-    _, code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    _, code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (output,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     exec(code, {})
     found, wanted = ([line.split() for line in text.splitlines()] for text in (capsys.readouterr().out, output))
     assert [step for step, _ in found] == [step for step, _ in wanted]
     assert [float(v) for _, v in found] == pytest.approx([float(v) for _, v in wanted], rel=0.05)
+
+
+def test_factors() -> None:
+    *_, code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    known: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(code, known)
+    kept = [n for n in range(16) if n != 5]
+    loss = (known["net"](known["x"][kept]) - known["y"][kept]).square().sum() / (16 * 3)
+    for p, wanted in zip(known["net"].parameters(), torch.autograd.grad(loss, known["net"].parameters()), strict=True):
+        torch.testing.assert_close(p.grad, wanted)
+    assert known["outliers"] == 1

@@ -1,4 +1,4 @@
-"""ClipPerExample on several processes: each clips its own examples; the average equals one process with all."""
+"""Clips and factors of examples on several processes: each has its own examples; the average equals one with all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradrewrite as gr
-from gradrewrite.passes import AllReduce, CheckFinite, ClipByGlobalNorm, ClipPerExample
+from gradrewrite.passes import AllReduce, CheckFinite, ClipByGlobalNorm, ClipPerExample, WeighExamples
 
 from ranks import outcomes_of, run_parts
 
@@ -34,6 +34,11 @@ def clip(noise_multiplier: float, seed: int = 3) -> ClipPerExample:
     return ClipPerExample(MAX_NORM, noise_multiplier=noise_multiplier)
 
 
+def weigh(seed: int = 3) -> WeighExamples:
+    torch.manual_seed(seed)
+    return WeighExamples(lambda n: 1 / (n + 0.01), per_parameter=True, noise_multiplier=0.1)
+
+
 def train(model: Any, run: Any, rank: int | None) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for step in range(STEPS):
@@ -44,7 +49,11 @@ def train(model: Any, run: Any, rank: int | None) -> list[Any]:
 
 
 def one_process(noise_multiplier: float) -> list[Tensor]:
-    model = gr.transform(make(), gr.on("gradient:*", clip(noise_multiplier)))
+    return one_process_with(clip(noise_multiplier))
+
+
+def one_process_with(action: Any) -> list[Tensor]:
+    model = gr.transform(make(), gr.on("gradient:*", action))
     return train(model, model, None)
 
 
@@ -55,6 +64,12 @@ def by_ddp(rank: int) -> Any:
         model = gr.transform(make(), policy)
         found[noise] = train(model, DistributedDataParallel(model), rank)
     return found
+
+
+def weighted(rank: int) -> Any:
+    of_ddp = gr.transform(make(), gr.on("gradient:*", weigh(seed=3 + rank)))
+    reduced = gr.transform(make(), [gr.on("gradient:*", AllReduce()), gr.on("gradient:*", weigh())])
+    return [train(of_ddp, DistributedDataParallel(of_ddp), rank), train(reduced, reduced, rank)]
 
 
 def by_fsdp(rank: int) -> Any:
@@ -104,7 +119,7 @@ def refused(rank: int) -> Any:
     return errors
 
 
-PARTS = [by_ddp, by_fsdp, by_all_reduce, clipped_again, refused]
+PARTS = [by_ddp, weighted, by_fsdp, by_all_reduce, clipped_again, refused]
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +151,14 @@ def test_all_reduce_equals_one_process_wherever_it_stands(
     for found in outcomes:
         assert not isinstance(found["by_all_reduce"], str), found["by_all_reduce"]
         torch.testing.assert_close(found["by_all_reduce"][f"{order} {noise}"], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_factors_of_each_parameter_equal_one_process(outcomes: list[dict[str, Any]]) -> None:
+    expected = one_process_with(weigh())
+    for found in outcomes:
+        assert not isinstance(found["weighted"], str), found["weighted"]
+        for parameters in found["weighted"]:
+            torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_clip_behind_the_average(outcomes: list[dict[str, Any]]) -> None:
