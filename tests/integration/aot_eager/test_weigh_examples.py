@@ -118,12 +118,15 @@ def test_a_clip_is_one_case(scale: float | None) -> None:
 
 
 @pytest.mark.long
-def test_records_of_each_parameter() -> None:
+def test_each_parameter_in_units_of_the_unscaled_loss() -> None:
     model, inputs = make("conv 2-D")
-    terms = example_gradients(model, *inputs)
-    rewritten = gr.transform(model, gr.on("gradient:*", WeighExamples(automatic, per_parameter=True)))
-    rewritten(*inputs).backward()
+    terms, scale = example_gradients(model, *inputs), torch.tensor(1024.0)
+    policy = gr.on("gradient:*", WeighExamples(automatic, per_parameter=True))
+    rewritten = gr.transform(model, policy, loss_scale=scale)
+    (rewritten(*inputs) * scale).backward()
     wanted = {}
+    for name, gradient in weighted(terms, automatic, each=True).items():
+        torch.testing.assert_close(model.get_parameter(name).grad / scale, gradient, **EXACT)
     for name, own in terms.items():
         norms = norms_of({name: own})
         figures = {"norm_mean": norms.mean(), "norm_max": norms.max(), "factor_mean": automatic(norms).mean()}
@@ -160,6 +163,28 @@ def test_states_and_records_of_the_function(each: bool) -> None:
             assert rewritten.monitor.latest()[f"bound@{at}"] == pytest.approx(float(bounds[name]))
             torch.testing.assert_close(gr.state_dict(rewritten)["states"][f"{at}/bound"], bounds[name], **EXACT)
     assert len(gr.state_dict(rewritten)["states"]) == (len(bounds) if each else 1)
+
+
+def test_a_tensor_in_the_function_is_read_at_every_backward() -> None:
+    model, inputs = make("linear")
+    terms, power = example_gradients(model, *inputs), torch.zeros(())
+    rewritten = gr.transform(model, gr.on("gradient:*", WeighExamples(lambda n: n**-power)))
+    for value in (1.0, 0.5):
+        power.fill_(value)
+        model.zero_grad()
+        rewritten(*inputs).backward()
+        for name, own in weighted(terms, lambda n, v=value: n**-v).items():
+            torch.testing.assert_close(model.get_parameter(name).grad, own, **EXACT)
+
+
+def test_behind_a_clip_norms_are_those_of_the_clipped_gradients() -> None:
+    model, inputs = make("attention")
+    terms = example_gradients(model, *inputs)
+    factors = (0.7 / norms_of(terms)).clamp(max=1)
+    clipped = {name: torch.einsum("b,b...->b...", factors, own) for name, own in terms.items()}
+    gr.transform(model, gr.on("gradient:*", [ClipPerExample(0.7), WeighExamples(automatic)]))(*inputs).backward()
+    for name, own in weighted(clipped, automatic).items():
+        torch.testing.assert_close(model.get_parameter(name).grad, own, **EXACT)
 
 
 def test_two_groups_have_two_functions() -> None:
