@@ -44,9 +44,12 @@ class EagerStep:
     acted: dict[str, None] = field(default_factory=dict)  # sites with an action
     changed: dict[str, None] = field(default_factory=dict)  # where an action changed the gradient
     _states: StateStore = field(default_factory=StateStore)
+    _num_steps: int = 0
 
     def __call__(self, *, failed: bool) -> None:
         """Update the parameters, unless a check has failed, here or in the backward before."""
+        self._states.note_backward(self._num_steps)  # schedules follow the number of steps
+        self._num_steps += 1
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         own = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in names]
         present = [(step_site(names[id(p)], p), p) for p in own if p.grad is not None]
@@ -147,7 +150,8 @@ class EagerStep:
 
     def _put_back(self, parameter: Tensor, hold: HoldElements, saved: Saved) -> None:
         """Put back the held elements of a parameter and its state."""
-        mask = hold.where(_grad(parameter), saved[id(parameter), None])
+        with recording(parameter.device, states=self._states.scope(f"param:{id(parameter)}")):
+            mask = hold.where(_grad(parameter), saved[id(parameter), None])
         for key, tensor in self._tensors_of(parameter).items():
             if tensor.shape == parameter.shape and not optimizers.is_number(key):
                 tensor.copy_(torch.where(mask, self._before(saved, parameter, key, tensor), tensor))

@@ -1033,6 +1033,7 @@ class _Observer(TorchFunctionMode):
             value.taps += seen.value.taps
             value.identities += seen.value.identities
             value.is_returned |= seen.value.is_returned
+            seen.value.same_as = value
             self._seen.remove(seen)
             for own in self._returns.values():
                 own[:] = [value if one is seen.value else one for one in own]
@@ -1040,6 +1041,9 @@ class _Observer(TorchFunctionMode):
     def uses(self) -> list[tuple[EagerUse, Site]]:
         """The single uses, in the order of execution, with their sites."""
         uses, values = list(self._uses), [s.value for s in sorted(self._seen, key=lambda s: s.order)]
+        for value in (use.value for use in uses):
+            while value.use_of is not None and value.use_of.same_as is not None:
+                value.use_of = value.use_of.same_as
         named = name_values([*values, *(use.value for use in uses)])
         return [(use, named[len(values) + n]("error")) for n, use in enumerate(uses) if len(values) + n in named]
 

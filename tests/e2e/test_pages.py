@@ -36,6 +36,7 @@ TESTED_ELSEWHERE = [
     "state",
     "uses",
     "functions",
+    "recipes",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Sections of docs/comparison.md of which the first block needs a package.

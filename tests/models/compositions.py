@@ -233,7 +233,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
     "error": (
         "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "Scale(0.5)", "clip_to_mean",
         "clip_to_percentile", "decay", "smooth()", "Observe('norm')", "CheckFinite('record')", "Keep()", "NanToNum()",
-        "call(by_mean, reads={'of': 'activation:{name}'})", *3 * (LATER,), *3 * (LED,),
+        "call(by_mean, reads={'of': 'activation:{name}'})", *4 * (LATER,), *3 * (LED,),
     ),
     "gradient": (
         "ClipByValue(1e-3)", "ClipByNorm(1e-2)", "ClipByNorm(falling)", "ClipByGlobalNorm(1e-2)", "L2(0.1)", "decay",

@@ -124,7 +124,7 @@ def test_each_parameter_in_units_of_the_unscaled_loss() -> None:
     policy = gr.on("gradient:*", WeighExamples(automatic, per_parameter=True))
     rewritten = gr.transform(model, policy, loss_scale=scale)
     (rewritten(*inputs) * scale).backward()
-    wanted = {}
+    wanted: dict[str, Any] = {}
     for name, gradient in weighted(terms, automatic, each=True).items():
         torch.testing.assert_close(model.get_parameter(name).grad / scale, gradient, **EXACT)
     for name, own in terms.items():
