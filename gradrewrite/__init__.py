@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from gradrewrite.policy.actions import Policy as Policy
     from gradrewrite.policy.backward_op import BackwardOp as BackwardOp
     from gradrewrite.policy.calls import call as call
+    from gradrewrite.policy.random_numbers import bernoulli as bernoulli
+    from gradrewrite.policy.random_numbers import normal as normal
+    from gradrewrite.policy.random_numbers import uniform as uniform
     from gradrewrite.policy.recording import record as record
     from gradrewrite.policy.rules import on as on
     from gradrewrite.policy.schedules import Schedule as Schedule
@@ -93,6 +96,7 @@ _PUBLIC = {
     "policy.actions": "Policy",
     "policy.backward_op": "BackwardOp",
     "policy.calls": "call",
+    "policy.random_numbers": "bernoulli normal uniform",
     "policy.recording": "record",
     "policy.rules": "on",
     "policy.schedules": "Schedule",

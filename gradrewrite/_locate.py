@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradrewrite.backends.session import Session
 from gradrewrite.errors import NonFiniteError, TraceError
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.config import RewriteConfig
 
 
@@ -53,22 +55,29 @@ def locate(
         raise TypeError(f"gr.locate takes an nn.Module, got {type(model).__name__}")
     state = state_of(model)
     original, own = (model, []) if state is None else (state.original, [state.config.policy])
+    states = None if state is None else copy.deepcopy(state.config.states)
 
     def loss_of(output: Any) -> Tensor:
         return _loss(output, loss_fn)
 
-    return run_once(original, own, args, kwargs, loss_of).failure(anywhere=True)
+    return run_once(original, own, args, kwargs, loss_of, states).failure(anywhere=True)
 
 
 def run_once(
-    model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], Tensor]
+    model: nn.Module,
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_of: Callable[[Any], Tensor],
+    states: StateStore | None = None,
 ) -> Monitor:
     """Run one forward and backward op by op, with a policy; return the records.
 
-    Parameters, gradients, buffers, random state and inputs stay as they were.
+    Parameters, gradients, buffers, random state and inputs stay as they were. ``states`` are changed.
     """
     monitor = Monitor()
-    session = Session(RewriteConfig(policy, dynamic=False), recorder_of(monitor), model)
+    config = RewriteConfig(policy, dynamic=False, states=StateStore() if states is None else states)
+    session = Session(config, recorder_of(monitor), model)
     session.replay_all()
     backend = Backend(session, AotEager(), monitor)
     entry_point = EntryPoint(session, lambda _: backend, backend, model, {})

@@ -28,7 +28,7 @@ from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.step_sites import trace_step
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import Rule, check_policy, parts_of
-from gradrewrite.rewriting.config import Loops, RewriteConfig, uses_of
+from gradrewrite.rewriting.config import Loops, RewriteConfig, states_with, uses_of
 from gradrewrite.rewriting.loss_scale import LossScale
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -46,6 +46,7 @@ def transform(
     regions: str | Sequence[str] = (),
     loops: Loops = None,
     uses: str | Sequence[str] = (),
+    seed: int = 0,
     inplace: bool = False,
 ) -> RewrittenModule:
     """Give a model a policy for its backward pass.
@@ -81,6 +82,7 @@ def transform(
             ``explain()`` tells of each loop. ``"unrolled"`` does not look for loops in Python.
         uses: Patterns of single uses of values, ``"cell->cell"``, with sites that a callback is asked about; a rule for
             a use needs none.
+        seed: A whole number from which the numbers of ``gr.uniform``, ``gr.normal`` and ``gr.bernoulli`` follow.
         inplace: Rewrite the given object itself: its class changes, and it is returned. ``restore`` undoes it.
 
     Returns:
@@ -88,7 +90,7 @@ def transform(
 
     Raises:
         TypeError: ``model`` is no module, or one that cannot be traced; it has a policy already; ``loss_scale`` is
-            neither scaler nor tensor; or ``inplace`` with a class that has ``__slots__``.
+            neither scaler nor tensor; ``seed`` is no whole number; or ``inplace`` with a class that has ``__slots__``.
         ValueError: The model has no method of a name in ``methods``, a pattern in ``regions`` matches no module, one in
             ``uses`` is none of a use, a bound in a rule is a tensor that is negative, or ``loops`` is none of these.
         PolicyError: ``policy`` is none. What it answers is checked at the first training forward, or in ``trace``.
@@ -111,7 +113,7 @@ def transform(
         raise TypeError(f"regions is a pattern of names of modules, as 'layers.*', or several, got {regions!r}")
     patterns = tuple(patterns)
     given = _checked_methods(model, methods), patterns, loops, uses_of(uses)
-    config = RewriteConfig(policy, scale, fullgraph, dynamic, *given)
+    config = RewriteConfig(policy, scale, fullgraph, dynamic, *given, states=states_with(seed))
     return _rewritten(model, config, monitor_or_new(monitor), inplace=inplace)
 
 

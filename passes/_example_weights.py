@@ -12,8 +12,9 @@ from torch import Tensor
 from gradrewrite.numerics.noise import NoiseSource, draw_seed
 from gradrewrite.numerics.statistics import largest_of
 from gradrewrite.passes._settings import Bound, bound_of, check_examples, check_number, now
+from gradrewrite.policy.current import current_recording
 from gradrewrite.policy.insertions import Insertion, PerExample, WeighExampleGradients
-from gradrewrite.policy.recording import current_recording, record
+from gradrewrite.policy.recording import record
 
 
 @dataclass(frozen=True, slots=True, eq=False)

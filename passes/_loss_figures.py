@@ -7,7 +7,8 @@ import itertools
 from torch import Tensor
 
 from gradrewrite.numerics.gramian import cosines, diagonal_of
-from gradrewrite.policy.recording import current_recording, record_all
+from gradrewrite.policy.current import current_recording
+from gradrewrite.policy.recording import record_all
 
 
 def record_loss_norms(gramian: Tensor) -> None:

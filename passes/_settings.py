@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gradrewrite._utils.formatting import describe_callable
 from gradrewrite.errors import PolicyError
+from gradrewrite.policy.current import current_recording
 from gradrewrite.policy.numbers import python_number
-from gradrewrite.policy.recording import current_recording
 from gradrewrite.policy.schedules import Schedule
 from gradrewrite.sites import Pattern, Site
 

@@ -28,6 +28,46 @@ def _config() -> Any:
     return config
 
 
+_elementwise: dict[Any, Callable[..., Any]] = {}
+
+
+def lower_elementwise(op: Any, formula: Callable[..., Any]) -> None:
+    """Let Inductor compute an operator by a formula, inside of the kernels around it.
+
+    The operator takes positions, a stream ``[2]``, an int and a 0-d tensor or None, and returns an int64 tensor of the
+    shape of the positions; ``formula(position, *stream, int, number, constant, shift)`` works on values of Inductor.
+    """
+    _elementwise[op] = formula
+
+
+def _add_lowerings() -> None:
+    with needed_for("Inductor lowers an operator of ours to elementwise code"):
+        import sympy
+        from torch._inductor.ir import Pointwise
+        from torch._inductor.lowering import lowerings, register_lowering
+        from torch._inductor.virtualized import ops
+
+    def constant(number: int) -> Any:
+        return ops.constant(number, torch.int64)
+
+    for op, formula in _elementwise.items():
+        if op not in lowerings:
+
+            def lower(positions: Any, stream: Any, draw: int, number: Any = None, formula: Any = formula) -> Any:
+                load, load_stream = positions.make_loader(), stream.make_loader()
+                load_number = None if number is None else number.make_loader()
+
+                def inner(index: Any) -> Any:
+                    own = None if load_number is None else load_number([])
+                    key, count = load_stream([sympy.Integer(0)]), load_stream([sympy.Integer(1)])
+                    return formula(load(index), key, count, draw, own, constant, ops.bitwise_right_shift)
+
+                device, size = positions.get_device(), positions.get_size()
+                return Pointwise.create(device=device, dtype=torch.int64, inner_fn=inner, ranges=list(size))
+
+            register_lowering(op, type_promotion_kind=None)(lower)
+
+
 def replace_random(gm: fx.GraphModule) -> None:
     """Let random nodes draw from seeds, as Inductor does, unless it was told not to."""
     with needed_for("Inductor draws the random numbers of a graph from seeds"):
@@ -42,6 +82,7 @@ def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[s
     with needed_for("Inductor can be called with a compiler of ours around its own"):
         from torch._inductor.compile_fx import compile_fx
 
+    _add_lowerings()
     with no_autograd_cache():
         return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(settings) or None))
 
@@ -57,6 +98,7 @@ def compile_step(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[st
         with combined_kernels(example_inputs):
             return compile_fx_inner(graph, example_inputs, **kwargs)
 
+    _add_lowerings()
     patches = {**settings, "triton.cudagraphs": False, "joint_graph_constant_folding": False}
     with torch.no_grad(), no_autograd_cache():
         return cast(Callable[..., Any], compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches))
@@ -75,6 +117,7 @@ def compile_body(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[st
     with needed_for("Inductor's cache asks the tracing context for a shape environment"):
         from torch._guards import TracingContext, tracing
 
+    _add_lowerings()
     placeholders = gm.graph.find_nodes(op="placeholder")
     if any("val" not in node.meta for node in gm.graph.nodes if node.op != "output"):
         describe_nodes(gm, inputs)
@@ -96,6 +139,7 @@ def compile_rewritten(
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     config, store = _config(), hooks.store
+    _add_lowerings()
 
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         made: list[Any] = []

@@ -23,6 +23,12 @@ with needed_for("the hooks that run before the update of an optimizer can be lis
 foreach_copy = torch._foreach_copy_  # of each source into its target, by few kernels
 foreach_subtract = torch._foreach_sub_  # in place, by few kernels where the dtypes are equal
 
+
+def foreach_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of integer tensors, by few kernels."""
+    return list(torch._foreach_add(list(tensors), 0)) if tensors else []
+
+
 _OWN = ("torch.optim.", "gradrewrite.")  # modules whose wrappers of ``step`` read no gradient
 
 

@@ -22,7 +22,7 @@ from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import check_policy
 from gradrewrite.policy.sampling import Measured
-from gradrewrite.rewriting.config import Loops, RewriteConfig, uses_of
+from gradrewrite.rewriting.config import Loops, RewriteConfig, states_with, uses_of
 
 
 class Backend:
@@ -75,12 +75,13 @@ class Backend:
 
     def __reduce__(self) -> tuple[Any, ...]:
         config = self.session.config  # without code and records
-        return make_backend, (config.policy, None, type(self.engine)(), config.loops, config.uses)
+        return make_backend, (config.policy, None, type(self.engine)(), config.loops, config.uses, config.states.seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """Share policy, with thresholds that you change, and monitor; Lightning compiles copies."""
         config = self.session.config
-        return make_backend(config.policy, self._monitor, type(self.engine)(), config.loops, config.uses)
+        given = config.loops, config.uses, config.states.seed
+        return make_backend(config.policy, self._monitor, type(self.engine)(), *given)
 
     @property
     def monitor(self) -> Monitor:
@@ -151,7 +152,12 @@ def _drop_unused(ref: weakref.ref[Backend]) -> None:
 
 
 def backend(
-    policy: Policy, *, monitor: Monitor | None = None, loops: Loops = None, uses: str | Sequence[str] = ()
+    policy: Policy,
+    *,
+    monitor: Monitor | None = None,
+    loops: Loops = None,
+    uses: str | Sequence[str] = (),
+    seed: int = 0,
 ) -> Backend:
     """Make a torch.compile backend that rewrites the backward.
 
@@ -164,11 +170,13 @@ def backend(
         monitor: Where records go; a new ``Monitor`` if None.
         loops: What becomes of loops in Python, as in ``gr.transform``.
         uses: Patterns of single uses of values with sites, as there.
+        seed: A whole number from which random numbers in functions follow, as there.
 
     Returns:
         A backend with ``.monitor`` and ``.explain()``; ``mode`` and ``options`` of torch.compile are Inductor's.
 
     Raises:
+        TypeError: ``seed`` is no whole number.
         ValueError: A bound in a rule is a tensor that is negative, ``loops`` is none of these, or a pattern in ``uses``
             is none of a use.
         PolicyError: ``policy`` is none; or, from ``torch.compile``, the backend has another module already.
@@ -178,18 +186,22 @@ def backend(
         >>> from gradrewrite.passes import ClipByNorm
         >>> step = torch.compile(torch.nn.Linear(2, 2), backend=gr.backend(gr.on("gradient:*", ClipByNorm(1.0))))
     """
-    return make_backend(policy, monitor, Inductor(), loops, uses)
+    return make_backend(policy, monitor, Inductor(), loops, uses, seed)
 
 
 def make_backend(
-    policy: Policy, monitor: Monitor | None, engine: Engine, loops: Loops = None, uses: str | Sequence[str] = ()
+    policy: Policy,
+    monitor: Monitor | None,
+    engine: Engine,
+    loops: Loops = None,
+    uses: str | Sequence[str] = (),
+    seed: int = 0,
 ) -> Backend:
     """Make a backend that compiles with an engine; see ``backend``."""
     check_policy(policy)
     monitor = monitor_or_new(monitor)
-    return Backend(
-        Session(RewriteConfig(policy, loops=loops, uses=uses_of(uses)), recorder_of(monitor)), engine, monitor
-    )
+    config = RewriteConfig(policy, loops=loops, uses=uses_of(uses), states=states_with(seed))
+    return Backend(Session(config, recorder_of(monitor)), engine, monitor)
 
 
 def monitor_or_new(monitor: Monitor | None) -> Monitor:
@@ -211,17 +223,17 @@ def registered_backend(
 ) -> Runnable:
     """The backend that torch finds under the name ``gradrewrite``.
 
-    ``torch.compile(f, backend="gradrewrite", options={"policy": ..., "monitor": ..., "loops": ..., "uses": ...})``;
-    other options are Inductor's.
+    ``torch.compile(f, backend="gradrewrite", options={"policy": ..., "monitor": ..., "loops": ..., "uses": ...,
+    "seed": ...})``; other options are Inductor's.
     Without a policy it compiles the plain backward.
     """
     rest = dict(options or {})
     has_policy, used = "policy" in rest, dynamo.backend_in_use()
     policy, monitor, loops = rest.pop("policy", []), rest.pop("monitor", None), rest.pop("loops", None)
-    uses = rest.pop("uses", ())
+    uses, seed = rest.pop("uses", ()), rest.pop("seed", 0)
     found = _registered.get(used[0]) if has_policy and used is not None else None
     if found is None:
-        found = backend(policy, monitor=monitor, loops=loops, uses=uses)
+        found = backend(policy, monitor=monitor, loops=loops, uses=uses, seed=seed)
         if has_policy and used is not None:
             _registered[used[0]] = found
     return found(gm, example_inputs, mode=mode, options=rest)

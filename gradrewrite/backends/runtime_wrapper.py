@@ -20,6 +20,7 @@ from gradrewrite.errors import CallbackError, PolicyError, TraceError
 from gradrewrite.ir.edits import Edit
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warning_of_bounds, warnings_in_parts
+from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.rewriting.function_values import FunctionValues
 
 _BATCHED = (
@@ -81,7 +82,7 @@ class RewrittenBackward:
             self._warn_in_parts("accumulated", outputs.groups, outputs.noisy, use.bounds)
         is_kept = session.may_skip and bool(session.recorder.guards)
         is_checked = bool(outputs.checks) or session.has_checks  # in this graph, or in another one of the step
-        snapshot = use.forwards.snapshot(args) if use.forwards is not None and (is_checked or is_kept) else None
+        snapshot = self._snapshot(use, args) if is_checked or is_kept else None
         if is_kept:
             session.recorder.keep(backward, snapshot)
         session.config.states.note_backward(backward)
@@ -108,6 +109,13 @@ class RewrittenBackward:
             self._warn_in_parts("again", again, outputs.noisy)
         use.accumulation.note_at_end()
         return results
+
+    def _snapshot(self, use: GraphUse, args: list[Any]) -> StepSnapshot | None:
+        """Return the inputs of a replay; None where the forward is not known."""
+        if use.forwards is None:
+            return None
+        streams = self.session.config.states.copied_streams(use.outputs.states)
+        return use.forwards.snapshot(args)._replace(streams=streams)
 
     def _live_inputs(self) -> list[Tensor]:
         for tensor, form in self.live:

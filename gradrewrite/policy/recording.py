@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -43,11 +42,11 @@ from gradrewrite.numerics.statistics import (
     shares_of,
     size_of,
 )
+from gradrewrite.policy.current import CURRENT
+from gradrewrite.policy.state_store import StateKind, StateScope, random_stream
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from gradrewrite.policy.state_store import StateScope
 
 
 @dataclass
@@ -60,11 +59,15 @@ class Recording:
     is_opaque: bool = False  # statistics are one opaque operation
     scale: Tensor | None = None  # that the action sees through
     states: StateScope | None = None  # of the actions here; None where they have none of their own
+    _stream: StateKind = field(default_factory=random_stream)
+    _num_draws: int = 0
+    _drawn: Tensor | None = None  # from the stream
 
     def clear(self) -> None:
         """Remove all reports: a tracer may run a function more than once."""
         self.reports.clear()
         self.outputs.clear()
+        self._num_draws = 0
         if self.states is not None:
             self.states.begin()
 
@@ -82,20 +85,21 @@ class Recording:
         number = self.output(values)
         return tuple(Output(number, element) for element in range(count))
 
+    def draw(self) -> tuple[Tensor, int]:
+        """Return the random stream of the action before its backward, and the number of the next draw from it."""
+        assert self.states is not None
+        if self._drawn is None or not self._num_draws:
+            self._drawn = self.states.value(self._stream, self.device)
+            self.states.set(self._stream, self.device, self._drawn + torch.arange(2, device=self.device))
+        self._num_draws += 1
+        return self._drawn, self._num_draws - 1
+
     def close(self) -> None:
         """Report the new values of states, as the last outputs."""
         if self.states is not None:
             carried = self.states.carried
             for key, (state, value) in self.states.updates.items():
                 self.reports.append(StateUpdate(key, state, self.output(value), key in carried))
-
-
-_recording: ContextVar[Recording | None] = ContextVar("gradrewrite_recording", default=None)
-
-
-def current_recording() -> Recording | None:
-    """Return the collector of the traced action's records; None outside of a rewrite."""
-    return _recording.get()
 
 
 def record(name: str, value: Tensor | float) -> None:
@@ -118,7 +122,7 @@ def record(name: str, value: Tensor | float) -> None:
         ...     record("largest", g.abs().amax())
         ...     return g
     """
-    recording = _recording.get()
+    recording = CURRENT.get()
     if recording is None:
         return
     tensor = value
@@ -140,7 +144,7 @@ def record(name: str, value: Tensor | float) -> None:
 
 def record_all(names: Sequence[str], values: Tensor) -> None:
     """Report the elements of a vector under these names, as ``record`` does."""
-    recording = _recording.get()
+    recording = CURRENT.get()
     if recording is not None:
         recording.reports.append(Scalars(tuple(names), recording.figures(values, len(names))))
 
@@ -160,7 +164,7 @@ def record_norm_clip(
     tensor before and after the clip, if it has a log line; ``shares`` the norms of the members of a group,
     ``[members]``, and their order, if the group has one; see ``statistics.shares_of``.
     """
-    recording = _recording.get()
+    recording = CURRENT.get()
     if recording is None:
         return
     own = recording.figure(norm.reshape(()) if norm.dim() else norm)
@@ -181,7 +185,7 @@ def record_value_clip(before: Tensor, after: Tensor, limit: float | Tensor | Non
 
     It acted if an element changed; NaN is no change. Empty tensors: not acted, largest and mean value NaN.
     """
-    recording = _recording.get()
+    recording = CURRENT.get()
     if recording is None:
         return
     (norm_before, norm_after, share), figures = _clip_figures(recording, before, after, with_strength=True)
@@ -243,7 +247,7 @@ def _clip_figures_of_shards(
 
 def keep(tensor: Tensor, what: str = "tensor") -> None:
     """Keep a tensor as an output of the graph, for ``monitor.kept``; it is copied where it leaves, at run time."""
-    recording = _recording.get()
+    recording = CURRENT.get()
     if recording is not None:
         recording.reports.append(Kept(what, recording.output(tensor)))
 
@@ -258,7 +262,7 @@ def record_statistics(tensor: Tensor, statistics: Mapping[str, str], *, fails: O
         raise UnsupportedGradientError(
             f"Observe({unordered[0]!r}) needs real numbers and the tensor is {tensor.dtype}; use 'max_abs'"
         )
-    recording = _recording.get()
+    recording = CURRENT.get()
     if recording is None:
         return
     in_units = {name: key for name, key in statistics.items() if recording.scale is not None and key in IN_UNITS}
@@ -292,8 +296,8 @@ def recording(
 ) -> Iterator[Recording]:
     """Collect the reports inside the block; numbers become tensors on ``device``."""
     current = Recording(device=device, is_opaque=is_opaque, scale=scale, states=states)
-    token = _recording.set(current)
+    token = CURRENT.set(current)
     try:
         yield current
     finally:
-        _recording.reset(token)
+        CURRENT.reset(token)

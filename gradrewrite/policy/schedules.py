@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradrewrite.errors import PolicyError
+from gradrewrite.policy.current import current_recording
 from gradrewrite.policy.numbers import python_number
-from gradrewrite.policy.recording import current_recording
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradrewrite.errors import CallbackError
+from gradrewrite.policy.current import current_recording
 from gradrewrite.policy.numbers import python_number
-from gradrewrite.policy.recording import current_recording
 from gradrewrite.policy.state_store import StateKind
 
 

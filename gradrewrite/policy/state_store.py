@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors, make_fx
+from gradrewrite._compat.optimizers import foreach_copies
 from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import warn
+from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import PolicyError
+from gradrewrite.numerics import philox
 from gradrewrite.numerics.noise import NoiseSource
 from gradrewrite.policy.schedules import Schedule
 
@@ -33,10 +36,18 @@ class StateKind:
     dtype: torch.dtype
     name: str  # empty if it is numbered
     is_carried: bool = False  # from call to call; the calls of a site share one
+    is_random: bool = False  # a stream of random numbers; see ``random_stream``
 
-    def make(self, device: torch.device | None = None) -> Tensor:
-        """Return the first value."""
+    def make(self, device: torch.device | None = None, key: str = "", seed: int = 0) -> Tensor:
+        """Return the first value, of a random stream that for its key in the store and a seed."""
+        if self.is_random:
+            return torch.tensor([philox.key_of(seed, key), 0], dtype=self.dtype, device=device)
         return torch.full(self.shape, self.init, dtype=self.dtype, device=device)
+
+
+def random_stream() -> StateKind:
+    """Return the kind of a state with the key of a random stream, and a count of its uses."""
+    return StateKind(torch.Size((2,)), 0, torch.int64, "random", is_random=True)
 
 
 CarriedKeys: TypeAlias = dict[str, dict[StateKind, str]]
@@ -87,7 +98,7 @@ class StateScope:
 
     def check(self) -> None:
         """Raise PolicyError for a state that is only read here, and set elsewhere: these are two."""
-        for state in self._keys:
+        for state in (kind for kind in self._keys if not kind.is_random):
             self.store.note_use(state, self._base(state), is_written=state in self._written)
 
     def noise_source(self, name: str, own: NoiseSource) -> NoiseSource:
@@ -116,10 +127,12 @@ class StateScope:
 class StateStore:
     """All states of one model, and the step of its schedules."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed  # of random numbers
         self._tensors: dict[str, Tensor] = {}
         self._stacks: dict[tuple[str, str], _Stacks] = {}  # of loops, by site and name
-        self._first: dict[str, float] = {}
+        self._kinds: dict[str, StateKind] = {}  # of the tensors, by key
+        self._ranks: dict[torch.device, Tensor] = {}  # the number of this process, by device
         self._noise: dict[str, NoiseSource] = {}
         self._adds_noise = True
         self._loaded: dict[str, Tensor] = {}  # until an action asks for it
@@ -163,8 +176,8 @@ class StateStore:
         if known is None and self._missing is not None:
             self._missing.append(key)
         with fake_tensors.outside_of_transforms() if make_fx.is_tracing() else contextlib.nullcontext():
-            made = state.make(device) if known is None else known.to(device, copy=True)
-        self._tensors[key], self._first[key] = made, state.init
+            made = state.make(device, key, self.seed) if known is None else known.to(device, copy=True)
+        self._tensors[key], self._kinds[key] = made, state
         self._loaded.pop(key, None)
         return made
 
@@ -174,7 +187,11 @@ class StateStore:
         kept = {key: tensor.clone() for key, tensor in self._tensors.items()}
         yield
         for key, tensor in self._tensors.items():
-            tensor.copy_(kept.get(key, torch.full_like(tensor, self._first[key])))
+            tensor.copy_(kept[key] if key in kept else self._first(key))
+
+    def _first(self, key: str) -> Tensor:
+        """Return the first value of a state that is there."""
+        return self._kinds[key].make(None, key, self.seed)
 
     def held(self, key: str) -> Tensor:
         """Return the tensor of a state that is there."""
@@ -194,30 +211,36 @@ class StateStore:
             in_use: The end of the numbers at hand; further ones come into use where they are written or loaded.
         """
         like = self._tensors[_key_of_call(site, name, min(acting))]
-        init = self._first[_key_of_call(site, name, min(acting))]
+        kind = self._kinds[_key_of_call(site, name, min(acting))]
         stacks = self._stacks.setdefault((site, name), _Stacks())
         with fake_tensors.outside_of_transforms(), torch.no_grad():
             memory, form = stacks.memory, (like.device, like.dtype, like.shape)
             if memory is None or (memory.device, memory.dtype, memory.shape[1:]) != form:
                 stacks.parts.clear()
                 stacks.calls.clear()
-                memory = stacks.memory = like.new_full((calls.stop, *like.shape), init)
+                memory = stacks.memory = self._first_rows(site, name, kind, calls.stop).to(like.device)
             elif len(memory) < calls.stop:
-                stacks.memory = like.new_full((calls.stop, *like.shape), init)
+                stacks.memory = self._first_rows(site, name, kind, calls.stop).to(like.device)
                 stacks.memory[: len(memory)] = memory
                 memory = stacks.memory
                 for part, tensor in stacks.parts.items():
                     tensor.set_(memory[part.start : part.stop : part.step])  # type: ignore[call-overload]
             stacks.calls |= set(acting)
-            stacks.init, stacks.in_use = init, max(stacks.in_use, in_use)
+            stacks.kind, stacks.in_use = kind, max(stacks.in_use, in_use)
             self._use_rows(site, name, stacks, self._loaded)
             if min(acting) >= stacks.in_use:  # it was made for the trace
                 self._tensors.pop(_key_of_call(site, name, min(acting)), None)
             return stacks.parts.setdefault(calls, memory[calls.start : calls.stop : calls.step])
 
+    def _first_rows(self, site: str, name: str, kind: StateKind, number: int) -> Tensor:
+        if not kind.is_random:
+            return kind.make().expand(number, *kind.shape).clone()
+        return torch.stack([kind.make(None, _key_of_call(site, name, call), self.seed) for call in range(number)])
+
     def _use_rows(self, site: str, name: str, stacks: _Stacks, loaded: Collection[str] = ()) -> None:
         """Give the rows in use their keys, and those of loaded states."""
         assert stacks.memory is not None
+        assert stacks.kind is not None
         keys = {number: _key_of_call(site, name, number) for number in sorted(stacks.calls)}
         stacks.in_use = max([stacks.in_use, *(number + 1 for number, key in keys.items() if key in loaded)])
         for number, key in keys.items():
@@ -225,16 +248,17 @@ class StateStore:
                 row, known = stacks.memory[number], self._tensors.get(key)
                 row.copy_(self._loaded.pop(key, row) if known is None else known)
                 self._tensors[key] = row
-                self._first.setdefault(key, stacks.init)
+                self._kinds.setdefault(key, stacks.kind)
 
     def _use_loaded_rows(self, site: str, name: str, stacks: _Stacks, loaded: Collection[str]) -> None:
         """Use the rows of loaded states alone, and set the others back to their first values."""
         keys = {number: _key_of_call(site, name, number) for number in stacks.calls}
         if any(key in loaded for key in keys.values()):
             assert stacks.memory is not None
+            assert stacks.kind is not None
             for number, key in keys.items():
                 if key not in loaded:
-                    stacks.memory[number].fill_(stacks.init)
+                    stacks.memory[number].copy_(stacks.kind.make(None, key, self.seed))
                     self._tensors.pop(key, None)
             stacks.in_use = 0
         self._use_rows(site, name, stacks, loaded)
@@ -291,7 +315,20 @@ class StateStore:
     def own_tensors(self) -> list[Tensor]:
         """Return the tensors of states and schedules."""
         stacks = (tensor for known in self._stacks.values() for tensor in known.parts.values())
-        return [*self._tensors.values(), *stacks, *(found.tensor for found in self._schedules.values())]
+        schedules = (found.tensor for found in self._schedules.values())
+        return [*self._tensors.values(), *stacks, *schedules, *self._ranks.values()]
+
+    def rank(self, device: torch.device) -> Tensor:
+        """Return the number of this process as a 0-d int64 tensor on a device."""
+        if device not in self._ranks:
+            with fake_tensors.outside_of_transforms():
+                self._ranks[device] = torch.tensor(this_rank() or 0, device=device)
+        return self._ranks[device]
+
+    def copied_streams(self, states: Sequence[tuple[str, Tensor]]) -> dict[int, Tensor]:
+        """Return copies of those of the states of a graph that are random streams, by the identity of the tensor."""
+        streams = [tensor for key, tensor in states if self._kinds[key].is_random]
+        return dict(zip(map(id, streams), foreach_copies(streams), strict=True))
 
     def schedule(self, schedule: Schedule, device: torch.device, least: float) -> Tensor:
         """Return the 0-d tensor on a device that follows a schedule, float64 where the device has that."""
@@ -399,7 +436,7 @@ class StateStore:
                 if key in state["states"]:
                     tensor.copy_(state["states"][key])
                 else:
-                    tensor.fill_(self._first[key])
+                    tensor.copy_(self._first(key))
         new = {key: tensor for key, tensor in state["states"].items() if key not in self._tensors}
         self._loaded = {key: tensor.detach().clone() for key, tensor in new.items()}
         self._missing = [key for key in self._tensors if key not in state["states"]]
@@ -407,13 +444,13 @@ class StateStore:
             self._load_noise(key, source)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the values alone; noise is copied with its action."""
-        return self._without_noise()
+        """Return seed and values alone; noise is copied with its action."""
+        return self._without_noise() | {"seed": self.seed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load the values of another store."""
-        self.__init__()  # type: ignore[misc]
-        self.load_state_dict(state)
+        """Load the seed and the values of another store."""
+        self.__init__(state["seed"])  # type: ignore[misc]
+        self.load_state_dict({name: value for name, value in state.items() if name != "seed"})
 
 
 @dataclass(slots=True)
@@ -423,7 +460,7 @@ class _Stacks:
     memory: Tensor | None = None
     parts: dict[range, Tensor] = field(default_factory=dict)  # of the loops
     calls: set[int] = field(default_factory=set)  # with a state
-    init: float = 0.0
+    kind: StateKind | None = None
     in_use: int = 0  # the end of the numbers that have run or were loaded; the others have no keys
 
 

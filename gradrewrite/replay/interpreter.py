@@ -101,6 +101,7 @@ class _Replay(Observing):
             self._look_at_gradients(self.env)
             return None
         value = self._call(n, self.env) if n.op == "call_function" else super().run_node(n)
+        value = self._snapshot.streams.get(id(value), value) if n.op == "get_attr" else value
         if n.op == "placeholder":
             self.states[n] = self._state_of_given(n, value, self._given[n][1])
         elif n.op == "get_attr":

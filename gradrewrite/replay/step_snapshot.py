@@ -133,6 +133,7 @@ class StepSnapshot(NamedTuple):
     random: RandomState | None = None  # random state before the forward
     missing: str = ""  # why the step cannot be replayed; ``""`` if it can
     ids: Any = None  # names of its examples, that the user gave; None where there are none
+    streams: Mapping[int, Tensor] = MappingProxyType({})  # copies of random streams, by the identity of the tensor
 
     @property
     def inputs(self) -> tuple[VersionedRef, ...]:

@@ -176,9 +176,9 @@ _KEEPS = (
     "make constants before the first call"
 )
 _OUTSIDE = (
-    "reads {}, and is called once, while it is traced: every backward would see those of that call. Draw or "
-    "read them before the step, into a tensor that the function closes over (tensor.fill_(...)), which is read at "
-    "every backward"
+    "reads {}, and is called once, while it is traced: every backward would see those of that call. Draw with "
+    "gr.uniform, gr.normal or gr.bernoulli; read others before the step, into a tensor that the function closes over "
+    "(tensor.fill_(...)), which is read at every backward"
 )
 
 
@@ -314,7 +314,7 @@ def _check_graph(graph: fx.Graph, site: Site, action: Any) -> None:
         if operators.is_random(node):
             raise CallbackError(
                 f"{site}: {describe(action)} calls the random op {node.target}; random numbers in the backward would "
-                "change those of the forward. Draw them outside and let the function close over the tensor",
+                "change those of the forward. Draw with gr.uniform, gr.normal or gr.bernoulli, which have their own",
                 code="random-op",
             )
         if node.target is torch.ops.aten._local_scalar_dense.default:  # read by an operator, as the value of torch.full

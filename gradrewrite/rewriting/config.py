@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradrewrite.policy.actions import Policy
+from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.rewriting.loss_scale import LossScale
 from gradrewrite.sites import Pattern
@@ -38,6 +39,14 @@ class RewriteConfig:
         if self.loops not in (None, "rolled", "unrolled"):
             layers = '; regions="layers.*" compiles a stack of equal modules once' * isinstance(self.loops, dict)
             raise ValueError(f'loops is "rolled", "unrolled" or None, got {self.loops!r}{layers}')
+
+
+def states_with(seed: int) -> StateStore:
+    """Return a store for states whose random numbers follow from a seed; TypeError unless it is a whole number."""
+    number = python_number(seed)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"seed is a whole number, got {seed!r}")
+    return StateStore(number)
 
 
 def uses_of(patterns: str | Sequence[str]) -> tuple[str, ...]:

@@ -394,9 +394,9 @@ MISTAKES = {
         lambda: function(_generates), errors.PolicyError, "generator function.*returns a tensor"
     ),
     "function: async": Mistake(lambda: function(_waits), errors.PolicyError, "coroutine function.*returns a tensor"),
-    "function: dropout": Mistake(lambda: function(nn.Dropout()), errors.CallbackError, "random op.*Draw them outside"),
+    "function: dropout": Mistake(lambda: function(nn.Dropout()), errors.CallbackError, "random op.*gr.uniform"),
     "function: noise": Mistake(
-        lambda: function(lambda g: g + torch.randn_like(g)), errors.CallbackError, "Draw them outside"
+        lambda: function(lambda g: g + torch.randn_like(g)), errors.CallbackError, "Draw with gr.uniform"
     ),
     "function: random": Mistake(
         lambda: function(lambda g: g * random.random()), errors.CallbackError, "random numbers.*before the step"

@@ -14,6 +14,7 @@ from gradrewrite.ir.markers import value_of
 from gradrewrite.numerics.scaling import scale_where
 from gradrewrite.numerics.statistics import norm_of
 from gradrewrite.policy.actions import describe
+from gradrewrite.policy.current import current_recording
 from gradrewrite.policy.insertions import (
     JudgeUpdate,
     MeasureExampleGradients,
@@ -23,7 +24,7 @@ from gradrewrite.policy.insertions import (
     WeighLossGradients,
     run_group,
 )
-from gradrewrite.policy.recording import Recording, current_recording
+from gradrewrite.policy.recording import Recording
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode, check_dense, trace_function
 from gradrewrite.rewriting.canvas import Canvas
