@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from gradrewrite.policy.random_numbers import bernoulli as bernoulli
     from gradrewrite.policy.random_numbers import normal as normal
     from gradrewrite.policy.random_numbers import uniform as uniform
+    from gradrewrite.policy.recording import keep as keep
     from gradrewrite.policy.recording import record as record
     from gradrewrite.policy.rules import on as on
     from gradrewrite.policy.schedules import Schedule as Schedule
@@ -97,7 +98,7 @@ _PUBLIC = {
     "policy.backward_op": "BackwardOp",
     "policy.calls": "call",
     "policy.random_numbers": "bernoulli normal uniform",
-    "policy.recording": "record",
+    "policy.recording": "keep record",
     "policy.rules": "on",
     "policy.schedules": "Schedule",
     "policy.together": "joint together",

@@ -17,7 +17,7 @@ from gradrewrite.policy.insertions import (
     PerExample,
     ReplaceTensor,
 )
-from gradrewrite.policy.recording import keep
+from gradrewrite.policy.recording import keep_as
 from gradrewrite.policy.sampling import checked_interval
 from gradrewrite.sites import Kind, Site
 
@@ -94,7 +94,7 @@ class Keep:
     def apply(self, tensor: Tensor, /, *quantities: Tensor) -> Tensor:
         """Keep; see the class."""
         if not quantities:
-            keep(tensor)
+            keep_as(tensor)
         for quantity in quantities:
-            keep(quantity.sqrt() if self.what == "example_norms" else quantity, self.what)
+            keep_as(quantity.sqrt() if self.what == "example_norms" else quantity, self.what)
         return tensor

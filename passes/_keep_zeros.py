@@ -30,7 +30,7 @@ class KeepZeros:
         >>> import gradrewrite as gr
         >>> class Root(torch.nn.Module):
         ...     def forward(self, x):
-        ...         return torch.where(x > 0, x.sqrt(), 0).sum()
+        ...         return x.sqrt().where(x > 0, 0).sum()
         >>> x = torch.tensor([4.0, 0.0], requires_grad=True)
         >>> gr.transform(Root(), gr.on("backward:*/*", KeepZeros()))(x).backward()
         >>> x.grad  # 0.25 and NaN without it

@@ -18,6 +18,7 @@ from gradrewrite.backends.session import Session
 from gradrewrite.backends.traced_values import first_change, shown_value
 from gradrewrite.errors import CallbackError, PolicyError, TraceError
 from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.reports import KEPT
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.policy.scope import warning_of_bounds, warnings_in_parts
 from gradrewrite.replay.step_snapshot import StepSnapshot
@@ -164,15 +165,16 @@ def _text(form: Form) -> str:
 def _owned(kept: Sequence[Tensor], kept_as: Sequence[str], others: Sequence[Any]) -> list[Tensor]:
     """Return kept tensors in memory of their own.
 
-    A kept tensor may be a gradient itself, which belongs to autograd, or a view of what the caller has. Norms and
+    A kept tensor may be a gradient itself, which belongs to autograd, or a view of what others have. Norms and
     moments of examples are made for it: they are copied only where another output of the graph is the same tensor.
     """
-    if all(what == "tensor" for what in kept_as):
+    is_made = [what in KEPT and what != "tensor" for what in kept_as]
+    if not any(is_made):
         return [tensor.clone() for tensor in kept]
     known = {t.untyped_storage().data_ptr() for t in others if isinstance(t, Tensor) and not dtensors.is_dtensor(t)}
     owned = []
-    for tensor, what in zip(kept, kept_as, strict=True):
-        if what == "tensor" or tensor.untyped_storage().data_ptr() in known:
+    for tensor, is_new in zip(kept, is_made, strict=True):
+        if not is_new or tensor.untyped_storage().data_ptr() in known:
             owned.append(tensor.clone())
         else:
             known.add(tensor.untyped_storage().data_ptr())

@@ -251,13 +251,15 @@ class BackwardOutputs:
         )
 
     @cached_property
-    def kept(self) -> tuple[tuple[str, Site, str, int | None], ...]:
-        """Kinds, sites, losses and intervals of kept tensors; kinds as in ``Keep``."""
-        kept = ((p.report, p.site, p.every) for p in self.placed if isinstance(p.report, Kept))
-        return tuple(
-            (report.what, replace(site, name=f"{site.name}{self.label}"), report.loss, every)
-            for report, site, every in kept
-        )
+    def kept(self) -> tuple[tuple[str, Owner, str, int | None], ...]:
+        """Kinds, owners, losses and intervals of kept tensors; kinds as in ``Kept``."""
+        kept = ((p.report, p.owner, p.every) for p in self.placed if isinstance(p.report, Kept))
+        return tuple((report.what, self._labelled(owner), report.loss, every) for report, owner, every in kept)
+
+    def _labelled(self, owner: Owner) -> Owner:
+        if isinstance(owner, str):
+            return with_label(owner, self.label)
+        return replace(owner, name=f"{owner.name}{self.label}")
 
     @cached_property
     def ops(self) -> tuple[SiteOp, ...]:
@@ -359,9 +361,11 @@ class BackwardOutputs:
         due = {every: is_due(every) for every, _ in self._sampled}
         return frozenset(key for every, keys in self._sampled if not due[every] for key in keys)
 
-    def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Site, str] | None]:
-        """Return kinds, sites and losses of kept tensors; None if not due."""
-        return [(what, site, loss) if is_due(every or 1) else None for what, site, loss, every in self.kept]
+    def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Owner, str] | None]:
+        """Return kinds, owners and losses of kept tensors; None of one that is not due."""
+        return [
+            (what, owner, loss) if every is None or is_due(every) else None for what, owner, loss, every in self.kept
+        ]
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """Split the tensors: packs, kept tensors, new states."""

@@ -166,11 +166,14 @@ class Check(Generic[T]):
         return Check(self.name, f(self.name, self.count), self.on_failure)
 
 
+KEPT = ("tensor", "example_norms", "second_moment")  # ``Keep.what``
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """A tensor that is kept."""
 
-    what: str  # ``Keep.what``
+    what: str  # one of ``KEPT``, or the name that ``gr.keep`` was given
     number: int  # position of its output
     loss: str = ""  # the name of the loss that it is the gradient of; "" for that of all
 

@@ -19,7 +19,7 @@ from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
-from gradrewrite.ir.reports import OnFailure
+from gradrewrite.ir.reports import KEPT, OnFailure
 from gradrewrite.monitoring.culprits import Culprits, find_culprits
 from gradrewrite.monitoring.host_copy import pack_of
 from gradrewrite.monitoring.messages import failure_of, numbered
@@ -42,7 +42,7 @@ class _Records(dict[str, float]):
         raise _no_record(address, list(self))
 
 
-class _Kept(dict[Site, Tensor]):
+class _Kept(dict[Site | str, Tensor]):
     """Tensors by site, found by the text of the site too; a missing one is an error that names the nearest."""
 
     def __missing__(self, key: Any) -> Tensor:
@@ -250,29 +250,40 @@ class Monitor:
             raise _no_record(address, [name for row in rows for name in row])
         return [row.get(address, math.nan) for row in rows]
 
+    @overload
     def kept(
         self, what: Literal["tensor", "example_norms", "second_moment"] = "tensor", *, loss: str | None = None
-    ) -> dict[Site, Tensor]:
+    ) -> dict[Site, Tensor]: ...
+
+    @overload
+    def kept(self, what: str, *, loss: str | None = None) -> dict[Site | str, Tensor]: ...
+
+    def kept(self, what: str = "tensor", *, loss: str | None = None) -> Any:
         """Return copies of the tensors kept in the last backward.
 
-        They are those of ``Keep(what)``, on their device, with their dtype, by site or the text of a site.
+        They are those of ``Keep(what)``, or of ``gr.keep(what, ...)`` in a function, on their device, with their dtype,
+        by site or the text of a site; those of a group by its text, ``"group:default"``.
 
         Args:
-            what: What ``Keep`` keeps.
+            what: What ``Keep`` keeps (``"tensor"``, ``"example_norms"``, ``"second_moment"``) or a name of ``gr.keep``.
             loss: The name of a loss, where ``WeighLosses`` takes the backward apart and ``Keep`` comes before it: its
                 key in the mapping that the model returns, or ``"loss0"``, ``"loss1"`` in their order. None for the
                 gradient of all losses.
 
         Raises:
-            ValueError: ``what`` is nothing that ``Keep`` keeps, or of this loss nothing was kept.
+            ValueError: ``what`` is nothing that ``Keep`` keeps and no name of a kept tensor; or of this loss nothing
+                was kept.
         """
-        known = ("tensor", "example_norms", "second_moment")
-        if what not in known:
-            raise ValueError(f"kept(what) is one of {', '.join(map(repr, known))}, got {what!r}")
         with self._lock:
             self._recorder.messages.flush()
             records = self._recorder.records
             found = records[-1].kept if records else {}
+        known = dict.fromkeys((*KEPT, *(name for name, *_ in found)))
+        if what not in known:
+            raise ValueError(
+                f"kept(what) is what Keep keeps, or a name under which gr.keep has kept a tensor in the last backward: "
+                f"{', '.join(map(repr, known))}, got {what!r}"
+            )
         losses = dict.fromkeys(of for _, _, of in found if of)
         if loss is not None and found and loss not in losses:
             raise ValueError(

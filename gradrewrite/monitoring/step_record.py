@@ -12,13 +12,12 @@ from torch import Tensor
 
 from gradrewrite.diagnostics.run_log import Origin, Step
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.ir.outputs import BackwardOutputs, ClipRecords, Pack
+from gradrewrite.ir.outputs import BackwardOutputs, ClipRecords, Owner, Pack
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import NormClip, OnFailure, acting_bound
 from gradrewrite.monitoring.host_copy import LateRecord, copy_to_host, floats_of, last_float_of, number_of
 from gradrewrite.monitoring.wholes import How, Summands
 from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
-from gradrewrite.sites import Site
 
 
 def verdicts_of(outputs: BackwardOutputs, packs: Sequence[Tensor]) -> list[Tensor]:
@@ -91,7 +90,7 @@ class StepRecord:
     is_accumulated: bool = False  # whether updates have several, as far as that is known by then
     update_key: int = -1  # equal for the backwards of one update; each has its own without a guard
     graphs: list[GraphRecord] = field(default_factory=list)  # its graphs, in the order in which their backwards ran
-    kept: dict[tuple[str, Site, str], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[str, Owner, str], Tensor] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)  # groups that were clipped
     host_values: dict[RecordKey, float] = field(default_factory=dict)  # records that the host knows (learning rates)
     # Records that came after the backward, by their keys.

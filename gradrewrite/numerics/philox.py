@@ -82,7 +82,8 @@ def random_bits(positions: Tensor, stream: Tensor, draw: int, number: Tensor | N
 
 
 def _draw(positions: Tensor, stream: Tensor, draw: int, number: Tensor | None = None) -> Tensor:
-    bits: Tensor = _bits(positions, *stream.unbind(-1), draw, number)
+    key, count = stream.unbind()
+    bits: Tensor = _bits(positions, key, count, draw, number)
     return bits
 
 

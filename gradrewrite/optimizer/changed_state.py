@@ -12,7 +12,7 @@ from torch import Tensor
 from gradrewrite._compat import dynamo_cache, fake_tensors, optimizers
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite.backends.engines import AotEager
-from gradrewrite.distributed.shards import like_of, local_of, spread_of
+from gradrewrite.distributed.shards import local_of, spread_of
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
@@ -116,11 +116,7 @@ class ChangedState:
             results = list(plan.run(*inputs, *plan.live))
             packs, kept, states = plan.rewrite.outputs.split(results)
             self._write_states(plan, states, verdict)
-            whole = list(tensors.values())
-            return plan.rewrite.outputs, [
-                *packs,
-                *(like_of(part, whole[n]) for part, n in zip(kept, plan.rewrite.kept, strict=True)),
-            ]
+            return plan.rewrite.outputs, [*packs, *kept]
 
     def _write_states(self, plan: _Plan, new: Sequence[Tensor], verdict: Tensor | None) -> None:
         targets = [tensor for _, tensor in plan.rewrite.outputs.states]

@@ -25,8 +25,8 @@ from gradrewrite.distributed.shards import Spread, like_of, local_of, spread_of
 from gradrewrite.errors import NoSuchSiteError, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.markers import value_of
-from gradrewrite.ir.outputs import BackwardOutputs, Pack, Placed
-from gradrewrite.ir.reports import Scalars
+from gradrewrite.ir.outputs import BackwardOutputs, Owner, Pack, Placed
+from gradrewrite.ir.reports import KEPT, Scalars
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.monitoring.step_record import verdicts_of
 from gradrewrite.numerics.statistics import total_norm_of
@@ -85,7 +85,7 @@ class _Plan:
     live: Sequence[Tensor]  # its live inputs
     live_forms: Sequence[Form]  # for which it was compiled
     gradients: tuple[int, ...]  # positions of its gradients among the parameters of the optimizer
-    kept: tuple[int, ...]  # positions among its gradients of those that are kept
+    kept: tuple[int | None, ...]  # positions among its gradients of those that are kept; None of other tensors
     held: Mapping[int, tuple[Insertion, ...]]  # parameters with elements that are held, by position
 
     @property
@@ -335,7 +335,10 @@ class StepSites:
                 write_states([tensor for _, tensor in rewrite.outputs.states], states)
             tensors = [
                 *packs,
-                *(like_of(t, gradients[plan.gradients[n]]) for t, n in zip(kept, plan.kept, strict=True)),
+                *(
+                    t if n is None else like_of(t, gradients[plan.gradients[n]])
+                    for t, n in zip(kept, plan.kept, strict=True)
+                ),
             ]
             idle = [factor.device.type == "cpu" and number_of(factor) == 1.0 for factor in factors]  # nothing waits
             for members, factor, is_idle in zip(rewrite.scaled, factors, idle, strict=True):
@@ -442,8 +445,8 @@ class StepSites:
             gm, live = runnable(rewrite.shown.graph_module, rewrite.num_gradients)
             forms = [form_of(t) for t in live]
             run = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
-        known = {asked[n][0]: number for number, n in enumerate(own)}
-        kept = tuple(known[site] for _, site, *_ in rewrite.outputs.kept)
+        known: dict[Owner | None, int] = {asked[n][0]: number for number, n in enumerate(own)}
+        kept = tuple(known[owner] if what in KEPT else None for what, owner, *_ in rewrite.outputs.kept)
         held = {n: found for n in own if (found := _holds(asked[n][1]))}
         plan = _Plan(rewrite, run, live, forms, own, kept, held)
         return _Work(plan, exchange, self._judgings(rewrite.judges), is_agreed)

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from gradrewrite.distributed.shards import Spread
 from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
-from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.policy.actions import describe
@@ -56,8 +55,6 @@ class UpdateRewrite:
     graph_module: fx.GraphModule
     num_returned: int  # the updated tensors
     outputs: BackwardOutputs
-    edits: tuple[Edit, ...]
-    kept: tuple[int, ...]  # positions of the tensors that are kept
 
 
 def rewrite_update(
@@ -96,9 +93,7 @@ def rewrite_update(
     graph.eliminate_dead_code()
     graph.lint()
     owner.recompile()
-    known = {tensor.site: n for n, tensor in enumerate(tensors)}
-    kept = tuple(known[site] for _, site, *_ in outputs.kept)
-    return UpdateRewrite(owner, len(tensors), outputs, tuple(canvas.edits), kept)
+    return UpdateRewrite(owner, len(tensors), outputs)
 
 
 def _hold(

@@ -49,7 +49,7 @@ def uniform(like: Tensor, *, across: Across = None) -> Tensor:
         >>> model = gr.transform(torch.nn.Linear(2, 1), gr.on("gradient:weight", round_up_or_down), seed=1)
         >>> model(torch.tensor([[0.3, 0.625]])).sum().backward()
         >>> model.weight.grad
-        tensor([[0.2500, 0.6250]])
+        tensor([[0.3750, 0.6250]])
 
     References:
         Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405

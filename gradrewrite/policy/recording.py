@@ -15,6 +15,7 @@ from torch import Tensor
 from gradrewrite._compat import dtensors
 from gradrewrite.errors import CallbackError, UnsupportedGradientError
 from gradrewrite.ir.reports import (
+    KEPT,
     Check,
     HostBound,
     Kept,
@@ -130,7 +131,8 @@ def record(name: str, value: Tensor | float) -> None:
         tensor = torch.full((), float(tensor), dtype=torch.float64, device=recording.device)
     if tensor.numel() != 1 or tensor.is_complex():
         raise CallbackError(
-            f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}",
+            f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}; "
+            "gr.keep keeps a tensor",
             code="record",
         )
     if "@" in str(name):
@@ -245,7 +247,48 @@ def _clip_figures_of_shards(
     return strength, LogFigures(*map(recording.figure, (largest, mean, clipped)))
 
 
-def keep(tensor: Tensor, what: str = "tensor") -> None:
+def keep(name: str, tensor: Tensor) -> None:
+    """Keep a tensor of a tensor function in ``monitor.kept(name)``.
+
+    A copy of it leaves the graph, on its device, for as long as the monitor has no later backward. In a loop each
+    iteration keeps one. It may have any shape and dtype; NaN and infinities are kept. Outside a rewrite (a tensor
+    function called by hand) nothing happens.
+
+    Args:
+        name: Name in ``model.monitor.kept(name)``, which has the tensors by site; of a group the key is the text
+            ``group:default``. A second tensor of that name at the same site becomes ``name.2``.
+        tensor: What is kept.
+
+    Raises:
+        CallbackError: ``tensor`` is none; or ``name`` is empty, has an ``@``, or is one of ``Keep``: ``"tensor"``,
+            ``"example_norms"``, ``"second_moment"``.
+
+    Example:
+        >>> import gradrewrite as gr
+        >>> def drop_small(g):
+        ...     mask = g.abs() > 0.5
+        ...     gr.keep("mask", mask)
+        ...     return g * mask
+        >>> model = gr.transform(torch.nn.Linear(2, 1), gr.on("gradient:weight", drop_small))
+        >>> model(torch.tensor([[0.25, 2.0]])).sum().backward()
+        >>> model.monitor.kept("mask")["gradient:weight"]
+        tensor([[False,  True]])
+    """
+    recording = CURRENT.get()
+    if recording is None:
+        return
+    if not isinstance(tensor, Tensor):
+        raise CallbackError(f"gr.keep({name!r}, ...): a tensor is kept, got {type(tensor).__name__}", code="record")
+    if not isinstance(name, str) or not name or "@" in name or name in KEPT:
+        raise CallbackError(
+            f"gr.keep({name!r}, ...): a name is a text without '@', and none of {', '.join(map(repr, KEPT))}, which "
+            "Keep has",
+            code="record",
+        )
+    keep_as(tensor, name)
+
+
+def keep_as(tensor: Tensor, what: str = "tensor") -> None:
     """Keep a tensor as an output of the graph, for ``monitor.kept``; it is copied where it leaves, at run time."""
     recording = CURRENT.get()
     if recording is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import fake_tensors, make_fx
-from gradrewrite._compat.optimizers import foreach_copies
+from gradrewrite._compat.optimizers import foreach_copies, foreach_copy
 from gradrewrite._utils.formatting import listed
 from gradrewrite._utils.warnings import warn
 from gradrewrite.distributed.groups import this_rank
@@ -480,6 +480,6 @@ def write_states(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write a graph's results into the tensors of states, as if all at once."""
     own = {t.untyped_storage().data_ptr() for t in targets}
     apart = [v.clone() if v.untyped_storage().data_ptr() in own else v for v in values]
-    with torch.no_grad():
-        for target, value in zip(targets, apart, strict=True):
-            target.copy_(value)
+    if targets:
+        with torch.no_grad():
+            foreach_copy(list(targets), apart)

@@ -42,7 +42,7 @@ class RewriteConfig:
 
 
 def states_with(seed: int) -> StateStore:
-    """Return a store for states whose random numbers follow from a seed; TypeError unless it is a whole number."""
+    """Return a store with this seed of random numbers; TypeError unless it is a whole number."""
     number = python_number(seed)
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"seed is a whole number, got {seed!r}")

@@ -20,6 +20,7 @@ from gradrewrite.ir.outputs import BackwardOutputs, MeasuredTensor, Owner, Pack,
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import (
+    KEPT,
     Check,
     Figures,
     HostBound,
@@ -82,9 +83,9 @@ class RecordPacking:
         figures: list[Figures[Leaf]] = []
         for report in reports:
             match report:
-                case Kept(_, number):
+                case Kept(what, number):
                     self.kept.append(outputs[number])
-                    self._place(insertion, site, replace(report, loss=loss))
+                    self._place(insertion, owner, Kept(self._name_of_kept(what, owner, loss), number, loss))
                 case StateUpdate(key, state, number, is_carried):
                     if key in self.states and not is_carried:
                         raise CallbackError(
@@ -137,6 +138,15 @@ class RecordPacking:
     def keep(self, insertion: Insertion, site: Site, number: int) -> None:
         """Place a tensor that is kept elsewhere, with its position among the kept ones."""
         self._place(insertion, site, Kept("tensor", number))
+
+    def _name_of_kept(self, name: str, owner: Owner, loss: str) -> str:
+        """Return the name of a kept tensor; a second one of a name there is ``name.2``."""
+        if name in KEPT:
+            return name
+        placed = ((p.report, p.owner) for p in self.placed if isinstance(p.report, Kept))
+        taken = {report.what for report, other in placed if (other, report.loss) == (owner, loss)}
+        names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(2)))
+        return next(one for one in names if one not in taken)
 
     def add_loop(
         self,
@@ -223,10 +233,10 @@ class RecordPacking:
             packs.append(node)
             layouts.append(layout)
         order += [key for layout, _, _ in self.of_loops for key in layout.keys]
-        of_kept = [placed.site for placed in self.placed if isinstance(placed.report, Kept)]
+        of_kept = [placed.owner for placed in self.placed if isinstance(placed.report, Kept)]
         kept = [
-            node if not site.traits.in_forward else forward.for_backward(node)
-            for site, node in zip(of_kept, self.kept, strict=True)
+            forward.for_backward(node) if isinstance(owner, Site) and owner.traits.in_forward else node
+            for owner, node in zip(of_kept, self.kept, strict=True)
         ]
         new += (node for node, before in zip(kept, self.kept, strict=True) if node is not before)
         held = [*packs, *kept, *(node for _, node in self.states.values())]

@@ -10,7 +10,7 @@ from gradrewrite.distributed.shards import Spread
 from gradrewrite.ir.elementwise import constants_of, reason_not_elementwise
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.provenance import Anchor
-from gradrewrite.ir.reports import Kept, StateUpdate
+from gradrewrite.ir.reports import KEPT, Kept, Leaf, Report, StateUpdate
 from gradrewrite.policy.insertions import Insertion, KeepTensor, MeasureTensor, ReplaceTensor
 from gradrewrite.policy.scope import Context, refuse
 from gradrewrite.rewriting.action_tracing import TracedAction, TraceMode
@@ -52,11 +52,15 @@ def refuse_unless_elementwise(
         larger = _traced_at(canvas, point, insertion, effect, [2 * size for size in sizes])
         is_same = constants_of(traced.graph.graph) == constants_of(larger.graph.graph)
         reason = "" if is_same else "it depends on the shape of the gradient"
-    if not all(isinstance(report, Kept | StateUpdate) for report in traced.reports):
+    if not all(_is_of_part(report) for report in traced.reports):
         reason = "its records would be those of the part of one rank"
     if traced.has_states:
         reason = "what it remembers would be that of the part of one rank"
     refuse(insertion, Context(point.site, num_ranks=len(spread.ranks), needs_whole=reason))
+
+
+def _is_of_part(report: Report[Leaf]) -> bool:
+    return isinstance(report, StateUpdate) or (isinstance(report, Kept) and report.what in KEPT)
 
 
 def _traced_at(

@@ -67,7 +67,8 @@ def uniform(g: Tensor) -> Tensor:
 def test_known_answers_of_the_authors(counter: tuple[int, int], key: int, expected: tuple[int, int]) -> None:
     """Random123, ``kat_vectors``, philox2x32 with 7 rounds."""
     assert philox.words(*counter, key) == expected
-    assert tuple(map(int, philox.words(*map(torch.tensor, counter), torch.tensor(key)))) == expected
+    first, second, word = (torch.tensor(number) for number in (*counter, key))
+    assert tuple(map(int, philox.words(first, second, word))) == expected
 
 
 @pytest.mark.parametrize("compiled", COMPILED)

@@ -34,3 +34,14 @@ def test_a_value_that_is_read_has_no_launch() -> None:
     assert launches_of_layers(of_parameter) <= launches_of_layers(
         gr.on("gradient:blocks.*.weight", lambda g, p: g + 0.1 * p)
     )
+
+
+def test_a_draw_has_the_launches_of_a_state() -> None:
+    count = gr.State((2,), dtype=torch.int64)
+
+    def counted(g: Tensor) -> Tensor:
+        count.set(count.value + torch.arange(2, device=g.device))
+        return torch.where(g > 0, g, 0.5 * g)
+
+    drawn = launches_of_layers(gr.on("error:blocks.*.mlp.up", lambda g: g * gr.bernoulli(0.5, g)))
+    assert drawn <= launches_of_layers(gr.on("error:blocks.*.mlp.up", counted))
