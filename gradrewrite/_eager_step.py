@@ -71,7 +71,7 @@ class EagerStep:
             for parameter, factor in factors:
                 parameter.mul_(factor.factor())
             for parameter, hold in held:
-                self._put_back(parameter, hold, saved)
+                self._put_back(step_site(names[id(parameter)], parameter), parameter, hold, saved)
             self._run_behind(names, own, saved)
 
     def _run_single(
@@ -148,10 +148,14 @@ class EagerStep:
         first = torch.zeros_like(tensor) if optimizers.begins_at_zero(self.optimizer, key) else tensor.clone()
         return saved.get((id(parameter), key), first)
 
-    def _put_back(self, parameter: Tensor, hold: HoldElements, saved: Saved) -> None:
+    def _put_back(self, site: Site, parameter: Tensor, hold: HoldElements, saved: Saved) -> None:
         """Put back the held elements of a parameter and its state."""
-        with recording(parameter.device, states=self._states.scope(f"param:{id(parameter)}")):
+        states = self._states.scope(str(site))
+        with recording(parameter.device, states=states) as reported:
             mask = hold.where(_grad(parameter), saved[id(parameter), None])
+            states.write()
+        if parameter.dtype == torch.float64:
+            self.note(reported, str(site), ())
         for key, tensor in self._tensors_of(parameter).items():
             if tensor.shape == parameter.shape and not optimizers.is_number(key):
                 tensor.copy_(torch.where(mask, self._before(saved, parameter, key, tensor), tensor))

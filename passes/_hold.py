@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradrewrite._utils.formatting import located_callable
+from gradrewrite.policy.actions import num_required
 from gradrewrite.policy.insertions import HoldElements, Insertion
 from gradrewrite.sites import Kind, Site
 
@@ -29,7 +30,7 @@ class Hold:
         where: The function, of torch operations as any tensor function.
 
     Raises:
-        TypeError: ``where`` is not callable.
+        TypeError: ``where`` is no function of two arguments.
         CallbackError: (from ``step``) It returned something else than a bool tensor of the parameter's shape.
         PolicyError: (from ``step``) The optimizer keeps state of another shape for the parameter (Adafactor), or the
             parameter is sharded and ``where`` is not elementwise.
@@ -44,7 +45,7 @@ class Hold:
     kinds: ClassVar[frozenset[Kind]] = frozenset(("step",))
 
     def __post_init__(self) -> None:
-        if not callable(self.where):
+        if not callable(self.where) or num_required(self.where) not in (None, 2):
             raise TypeError(f"Hold(where): where is a function of the gradient and the value, got {self.where!r}")
 
     def at(self, site: Site) -> Insertion:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -40,13 +40,13 @@ from gradrewrite.policy.insertions import (
 from gradrewrite.policy.recording import recording
 from gradrewrite.policy.rules import Answered
 from gradrewrite.policy.scope import Context, refuse
-from gradrewrite.policy.state_store import StateStore
+from gradrewrite.policy.state_store import StateScope, StateStore
 from gradrewrite.rewriting.action_tracing import TracedAction, check_dense
 from gradrewrite.rewriting.canvas import Canvas
 from gradrewrite.rewriting.inserters import insert, insert_at_part, insert_group
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 from gradrewrite.rewriting.lowering import Group, is_in_units, lower
-from gradrewrite.rewriting.record_nodes import RecordNode
+from gradrewrite.rewriting.record_nodes import RecordNode, RecordNumbering
 from gradrewrite.sites import Site
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,6 +77,14 @@ class StepSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AtSteps:
+    """The states and record names of the actions at step sites, for ``Hold`` behind the update."""
+
+    scopes: Mapping[str, StateScope] = field(default_factory=dict)  # by site
+    numbering: RecordNumbering = field(default_factory=RecordNumbering)
+
+
+@dataclass(frozen=True, slots=True)
 class StepRewrite:
     """A step graph: gradients, parameters that actions read, the loss scale and the votes of this rank in.
 
@@ -100,6 +108,7 @@ class StepRewrite:
     parameter_factors: Sequence[tuple[ScaleParameter, Sequence[int]]]
     judges: tuple[Judge, ...] = ()
     judged: tuple[int, ...] = ()  # positions of the judges that are given total norms, in the order of these
+    at_steps: AtSteps = field(default_factory=AtSteps)
 
 
 def rewrite_step(
@@ -149,13 +158,14 @@ def rewrite_step(
     return builder.finish([*(given.site for given in gradients), *further], is_divided, takes_scale)
 
 
-def _reads_value(insertion: Insertion) -> bool:
+def reads_value(insertion: Insertion) -> bool:
+    """Return whether an action is given the value of its gradient."""
     return isinstance(insertion.effect, ReplaceTensor) and insertion.effect.reads == "value"
 
 
 class _Builder:
     def __init__(self, gradients: Sequence[StepGradient], settings: StepSettings) -> None:
-        reading = [n for n, given in enumerate(gradients) if any(_reads_value(a.insertion) for a in given.answers)]
+        reading = [n for n, given in enumerate(gradients) if any(reads_value(a.insertion) for a in given.answers)]
         inputs = [(f"grad_{given.site.name}", given.gradient) for given in gradients]
         inputs += [(f"parameter_{gradients[n].site.name}", gradients[n].parameter) for n in reading]
         self.owner = editing.graph_of(inputs, len(gradients))
@@ -404,6 +414,7 @@ class _Builder:
             tuple(self.parameter_factors.values()),
             tuple(self.judges),
             tuple(self.totals),
+            AtSteps(canvas.scopes, canvas.packing.numbering),
         )
 
     def _provenance(self, edits: Sequence[Edit], records: Collection[str], outputs: Sequence[str]) -> Provenance:

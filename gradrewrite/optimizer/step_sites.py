@@ -33,7 +33,7 @@ from gradrewrite.numerics.statistics import total_norm_of
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Judging, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
-from gradrewrite.optimizer.step_graph import StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
+from gradrewrite.optimizer.step_graph import AtSteps, StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.insertions import HoldElements, Insertion, JudgeUpdate, ScaleParameter
 from gradrewrite.policy.rules import Answered, Rule, rules_at, step_site
 from gradrewrite.policy.sampling import Measured, sampled
@@ -46,7 +46,7 @@ _Parameters = Sequence[Tensor]
 _Gradients = Sequence[Tensor | None]
 
 GUARD = "_gradrewrite_guard"  # name of the guard among the attributes of its optimizer
-_MAX_PLANS = 16
+MAX_PLANS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class StepOutcome:
     parameter_factors: Sequence[tuple[ScaleParameter, Sequence[Tensor]]] = ()
     figures: Figures = field(default_factory=Figures)  # for the judges
     held: Mapping[int, tuple[Insertion, ...]] = field(default_factory=dict)  # by position of the parameter
+    at_steps: AtSteps = field(default_factory=AtSteps)
 
     def with_judgements(self, judgements: Sequence[Judgement]) -> StepOutcome:
         """Return the outcome with the records of judgements, in a pack of their own."""
@@ -210,7 +211,7 @@ class StepSites:
         with fake_tensors.outside_of_modes():
             work = self._plan(parameters, gradients, divides, voters)
         self._plans[key()] = work  # it is known now whether something is measured
-        if len(self._plans) > _MAX_PLANS:
+        if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return work
 
@@ -289,7 +290,7 @@ class StepSites:
         sites = [
             SpreadSite(site, spread, answers, position.get(n))
             for n, (site, answers) in everywhere.items()
-            if site is not None and answers and (spread := _spread_of(missing[n])) is not None
+            if site is not None and answers and (spread := spread_over_ranks(missing[n])) is not None
         ]
         if not sites:
             return None
@@ -322,9 +323,6 @@ class StepSites:
                 inputs.append(self._one(own[-1].device) if scale is None else scale.to(own[-1].device))
             if ballot is not None and rewrite.takes_votes:
                 inputs.append(ballot.votes)
-            for target in self._targets:
-                if target.session is not None:
-                    target.session.config.states.begin_step()
             results = list(plan.run(*inputs, *plan.live))
             factors, tensors = results[: len(rewrite.scaled)], results[len(rewrite.scaled) :]
             totals = [tensors.pop(0) for _ in rewrite.judged]
@@ -357,6 +355,7 @@ class StepSites:
             ],
             replace(figures, norms=dict(zip(rewrite.judged, totals, strict=True))),
             plan.held,
+            rewrite.at_steps,
         )
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, str, int] | None]:
@@ -398,6 +397,8 @@ class StepSites:
         self._parameters = [weakref.ref(p) for p in parameters]
         self._sessions = [None if session is None else weakref.ref(session) for session in sessions]
         self._num_graphs = [0 if session is None else len(session.graphs) for session in sessions]
+        if named == self._named and is_known:
+            return
         self._named = named
         numbers: Counter[str] = Counter()
         self._numbered = []
@@ -526,7 +527,7 @@ def _rewrite(
     """Make the graph of the gradients at these positions; the sites of others are listed."""
     tensors = [t for n in own for t in (gradients[n], parameters[n]) if t is not None]
     fakes = fake_tensors.fakes_of([local_of(t) for t in tensors])
-    spreads = [_spread_of(gradient) for gradient in tensors[::2]]
+    spreads = [spread_over_ranks(gradient) for gradient in tensors[::2]]
     given = [
         StepGradient(site, gradient, parameter, answers, spread)
         for (site, answers), gradient, parameter, spread in zip(
@@ -559,8 +560,8 @@ def _layout_of(tensor: Tensor) -> Hashable:
     return local.dtype, local.shape, local.stride()
 
 
-def _spread_of(gradient: Tensor | None) -> Spread | None:
-    """Return how a gradient is spread; None if this rank has all of it, or it is empty."""
+def spread_over_ranks(gradient: Tensor | None) -> Spread | None:
+    """Return how a tensor is spread; None if this rank has all of it, or it is empty."""
     spread = None if gradient is None else spread_of(gradient)
     return spread if spread is not None and len(spread.ranks) > 1 and spread.size else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from gradrewrite.distributed.groups import RankGroups
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.optimizer._target import Attachment, Target
-from gradrewrite.optimizer.changed_state import ChangedState, Held, Place
+from gradrewrite.optimizer.changed_state import ChangedState, Work
 from gradrewrite.optimizer.observed_state import ObservedState
 from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
 from gradrewrite.optimizer.step_sites import StepOutcome, StepSites
@@ -51,8 +52,7 @@ class GuardedUpdate:
         self._step_sites = StepSites(targets, attached, groups) if has_policy else None
         self._tensors = UpdatedTensors(targets, guard) if has_policy else None
         self._observed, self._changed = ObservedState(targets, groups), ChangedState(targets)
-        self._held: Held = {}  # in the update at hand
-        self._saved: dict[Place, Tensor] = {}
+        self._work = Work()  # behind the update at hand
         self._is_made = False  # whether the host knows of no skip
         self._skipped: Tensor | None = None  # not 0 where the device has skipped it
         self._num_graphs: dict[int, int] = {}  # by session, when its edits were looked at for a loss scale
@@ -112,6 +112,9 @@ class GuardedUpdate:
         ballot = self._verdict.ballot(optimizer, bad)
         self._agreeing = None if ballot is None else ballot.group
         outcome = StepOutcome()
+        if self.may_have_actions:
+            for states in self.states:
+                states.begin_step()
         if self._step_sites is not None:
             outcome = self._step_sites.run(optimizer, inner, scale, ballot, self.losses)
         checked = _worst(bad, outcome.verdict) if outcome.figures.judges else bad
@@ -124,9 +127,8 @@ class GuardedUpdate:
         before = self._ratios.before(optimizer) if self._ratios is not None and self._is_due(1) else []
         if bad is not None:
             self._verdict.count(bad, checked, judgements)
-        self._held = outcome.held
-        names, members = self._members(optimizer)
-        self._saved = self._changed.save(optimizer, names, members, self._held)
+        work = Work(*self._members(optimizer), outcome.held, outcome.at_steps)
+        self._work = self._changed.prepare(optimizer, work)
         if judgements:
             remember(judgements, _worst(bad, optimizer.__dict__.get("found_inf")))
         return outcome, bad, before
@@ -166,7 +168,7 @@ class GuardedUpdate:
         try:
             self._after_update(optimizer)
         finally:
-            self._saved = {}
+            self._work = Work()
             self._count_update()
         self._add_ratios(before)
         if bad is not None:
@@ -189,11 +191,11 @@ class GuardedUpdate:
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Put back held elements, call functions, and measure."""
-        if self._tensors is None or not (self._held or self._tensors.may_act):
+        if self._tensors is None or not (self._work.held or self._tensors.may_act):
             return
         names, members = self._members(optimizer)
-        given = names, members, self._held, self._saved, self._skipped
-        changed = self._changed.run(optimizer, *given) if self._is_made else None
+        work = replace(self._work, names=names, members=members)
+        changed = self._changed.run(optimizer, work, self._skipped) if self._is_made else None
         if self._tensors.may_act:
             self._tensors.warn_of_none(optimizer)
         for found in (changed, self._observed.measure(optimizer, members)):

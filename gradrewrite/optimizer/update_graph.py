@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from gradrewrite.errors import CallbackError
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
+from gradrewrite.optimizer.step_graph import AtSteps
 from gradrewrite.policy.actions import describe
 from gradrewrite.policy.insertions import HoldElements, Insertion, ReplaceTensor
 from gradrewrite.policy.state_store import StateStore
@@ -53,17 +55,21 @@ class UpdateRewrite:
     """
 
     graph_module: fx.GraphModule
-    num_returned: int  # the updated tensors
     outputs: BackwardOutputs
 
 
 def rewrite_update(
-    tensors: Sequence[Updated], held: Sequence[HeldParameter], states: StateStore | None, *, may_be_skipped: bool
+    tensors: Sequence[Updated],
+    held: Sequence[HeldParameter],
+    states: StateStore | None,
+    at_steps: AtSteps,
+    *,
+    may_be_skipped: bool,
 ) -> UpdateRewrite:
     """Make the graph; CallbackError or PolicyError for wrong functions."""
     before = [n for n, tensor in enumerate(tensors) if tensor.before is not None]
     inputs = [(str(tensor.site), tensor.value) for tensor in tensors]
-    inputs += [(f"{tensors[n].site}_before", copy) for n in before if (copy := tensors[n].before) is not None]
+    inputs += [(f"{tensors[n].site}_before", given) for n in before if (given := tensors[n].before) is not None]
     inputs += [(f"gradient_{tensors[one.members[0]].site.name}", one.gradient) for one in held]
     owner = editing.graph_of(inputs, len(tensors))
     graph = owner.graph
@@ -75,6 +81,8 @@ def rewrite_update(
         for n, (tensor, node) in enumerate(zip(tensors, placeholders, strict=False))
     ]
     canvas = Canvas(graph, states=states)
+    canvas.scopes.update({where: scope.copied() for where, scope in at_steps.scopes.items()})
+    canvas.packing.numbering = copy.deepcopy(at_steps.numbering)
     for one, gradient in zip(held, placeholders[len(tensors) + len(before) :], strict=True):
         for insertion in one.insertions:
             _hold(canvas, insertion, [points[n] for n in one.members], gradient, tensors[one.members[0]].spread)
@@ -93,7 +101,7 @@ def rewrite_update(
     graph.eliminate_dead_code()
     graph.lint()
     owner.recompile()
-    return UpdateRewrite(owner, len(tensors), outputs)
+    return UpdateRewrite(owner, outputs)
 
 
 def _hold(
@@ -128,10 +136,10 @@ def _hold(
     further = [*(point.value for point in points if point.value is not None), gradient]
     sites = [site, *(point.site for point in points[1:])]
     values, others = list(map(value_of, nodes)), list(map(value_of, further))
-    traced = trace_function(hold, values, sites, insertion, canvas.mode_at(first), others)
+    traced = trace_function(hold, values, sites, insertion, canvas.mode(site), others)
     outputs, new = canvas.splice(traced, [*nodes, *further], first)
-    keys = canvas.packing.add(insertion, first.site, first.site, traced.reports, outputs[len(points) :])
-    canvas.note(first.site, insertion, tuple(node.name for node in new), tuple(keys))
+    keys = canvas.packing.add(insertion, site, site, traced.reports, outputs[len(points) :])
+    canvas.note(site, insertion, tuple(node.name for node in new), tuple(keys))
     for point, result in zip(points, outputs, strict=False):
         canvas.replace(point, result)
 

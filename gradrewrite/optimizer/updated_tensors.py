@@ -81,7 +81,7 @@ class UpdatedTensors:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         states: list[Mapping[Any, Any]] = [optimizer.state.get(p, {}) for p in own]
         sessions = [None if (s := target.session) is None else weakref.ref(s) for target in self._targets]
-        key = sessions, [(p.shape, _num_tensors(s)) for p, s in zip(own, states, strict=True)]
+        key = sessions, [(p.shape, p.dtype, p.device, _num_tensors(s)) for p, s in zip(own, states, strict=True)]
         if names is not self._names or key != self._key:
             with fake_tensors.outside_of_modes():
                 self._members = self._ask(own, states, names, num_guards)

@@ -68,6 +68,12 @@ class StateScope:
         self.is_used = False
         self._written: set[StateKind] = set()  # states that were set, in any trace
 
+    def copied(self) -> StateScope:
+        """Return a scope for further actions there, with the keys of those so far."""
+        found = StateScope(self.store, self._where, self._carried)
+        found._keys, found._written = dict(self._keys), set(self._written)
+        return found
+
     def begin(self) -> None:
         """Clear the updates before an action is traced, or traced again."""
         self.updates.clear()

@@ -153,6 +153,11 @@ class Canvas:
         if self.losses is not None:
             editing.erase_unused(self.graph, self.losses.sums)
 
+    @property
+    def scopes(self) -> dict[str, StateScope]:
+        """The states of all actions so far, by site or group."""
+        return self._scopes
+
     def states_at(self, where: str) -> StateScope | None:
         """Return the states of the actions at a site, or of a group."""
         if self._states is None:

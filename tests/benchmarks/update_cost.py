@@ -60,13 +60,20 @@ def make(policy: Any, width: int, rows: int) -> tuple[Callable[[], None], torch.
     return step, optimizer, net
 
 
-def held_share(optimizer: torch.optim.Optimizer, net: nn.Module) -> float:
+def held_share(step: Callable[[], None], optimizer: torch.optim.Optimizer, net: nn.Module) -> float:
     """Return the bytes of the copies that a step makes, over those of the parameters and their state."""
-    update = optimizer.__dict__[GUARD]._update
-    names, members = update._members(optimizer)
-    saved = update._changed.save(optimizer, names, members, update._held)
+    changed = optimizer.__dict__[GUARD]._update._changed
+    seen: list[int] = []
+    run = changed.run
+
+    def counted(own: torch.optim.Optimizer, work: Any, verdict: Tensor | None) -> Any:
+        seen.append(sum(t.nbytes for t in work.before.values()))
+        return run(own, work, verdict)
+
+    changed.run = counted
+    step()
     state = [t for p in net.parameters() for t in (p, *optimizer.state[p].values()) if t.dim()]
-    return sum(t.nbytes for t in saved.values()) / sum(t.nbytes for t in state)
+    return seen[-1] / sum(t.nbytes for t in state)
 
 
 def main() -> None:
@@ -92,7 +99,7 @@ def main() -> None:
         print(
             f"{name}: {statistics.median(own) * 1e3:.0f} ms, {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
         )
-    print(f"held bytes: {held_share(*made['hold'][1:]):.2f} of parameters and state")
+    print(f"held bytes: {held_share(*made['hold']):.2f} of parameters and state")
 
 
 if __name__ == "__main__":

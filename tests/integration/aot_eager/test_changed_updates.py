@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite.optimizer.changed_state import ChangedState
 from gradrewrite.passes import CheckFinite, ClipByGlobalNorm, ClipByNorm, DecayWeights, Hold, Observe
+from gradrewrite.testing import assert_matches_eager
 
 from models.small import Lambda
 
@@ -213,7 +217,7 @@ def test_the_gradient_is_the_one_that_was_used() -> None:
     before = net[0].weight.detach().clone()
     optimizer.step()
     used = net[0].weight.grad
-    assert model.monitor.latest()["largest@param:0.weight"] == pytest.approx(float(used.abs().amax()), rel=1e-6)
+    assert model.monitor.latest()["largest@step:0.weight"] == pytest.approx(float(used.abs().amax()), rel=1e-6)
     assert torch.equal(net[0].weight == before, used.abs() < 1e-3)
 
 
@@ -332,11 +336,90 @@ def test_two_models_in_one_optimizer() -> None:
         assert torch.equal(net[0].weight == 0, zeros)
 
 
+def test_held_state_is_only_that_of_the_shape() -> None:
+    net = made()
+    policy = [gr.on("step:*", Hold(lambda g, v: torch.ones_like(v, dtype=torch.bool))), gr.on("state:*", lambda s: s)]
+    model = gr.transform(net, policy)
+    optimizer = gr.guard(OPTIMIZERS["AdamW"](net.parameters()), model)
+    for _ in range(3):
+        model(batch(0)).square().sum().backward()
+        optimizer.step()
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
+def test_a_mask_shares_what_functions_of_its_site_remember() -> None:
+    mean = gr.State((), 0.0, torch.float64, name="mean")
+
+    def follow(g: Tensor) -> Tensor:
+        mean.set(0.5 * mean + 0.5 * g.abs().mean())
+        return g
+
+    def below(gradient: Tensor, value: Tensor) -> Tensor:
+        mask = (gradient.abs() < mean.value) & (gr.uniform(gradient) < 0.9)
+        gr.record("share", mask.to(gradient.dtype).mean())
+        return mask
+
+    policy = gr.on("step:*", [follow, Hold(below)])
+    found = assert_matches_eager(made(), policy, batch(0), compiled=False, optimizer=OPTIMIZERS["AdamW"], steps=4)
+    assert "share@step:0.weight" in found.records
+
+
+def test_gradients_that_a_hook_takes_away() -> None:
+    net = made()
+    model = gr.transform(net, gr.on("step:0.weight", Hold(is_zero)))
+    inner = OPTIMIZERS["AdamW"](net.parameters())
+    inner.register_step_post_hook(lambda own, args, kwargs: own.zero_grad())
+    optimizer, mask = gr.guard(inner, model), net[0].weight == 0
+    model(batch(0)).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(net[0].weight == 0, mask)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
+def test_records_of_a_skipped_step(name: str) -> None:
+    def seen(value: Tensor) -> Tensor:
+        gr.record("sum", value.sum())
+        return value
+
+    net = made()
+    model = gr.transform(net, [gr.on("gradient:*", CheckFinite("skip")), gr.on("param:0.weight", seen)])
+    optimizer = gr.guard(OPTIMIZERS[name](net.parameters()), model)
+    for number in range(3):
+        optimizer.zero_grad()
+        model(batch(number) * (math.nan if number == 1 else 1.0)).square().sum().backward()
+        optimizer.step()
+    assert [math.isnan(value) for value in model.monitor.history("sum@param:0.weight")] == [False, True, False]
+
+
+def test_schedules_of_parameters_alone() -> None:
+    net, step = made(), gr.Schedule(float)
+    model = gr.transform(net, gr.on("param:0.weight", lambda v: torch.zeros_like(v) + step.value))
+    optimizer = gr.guard(OPTIMIZERS["AdamW"](net.parameters()), model)
+    for number in range(3):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert bool((net[0].weight == number).all())
+
+
+def test_nothing_is_made_again_for_another_batch_size() -> None:
+    net = made()
+    model = gr.transform(net, gr.on("step:*", Hold(is_zero)))
+    optimizer = gr.guard(OPTIMIZERS["AdamW"](net.parameters()), model)
+    with mock.patch.object(ChangedState, "_rewrite", autospec=True, side_effect=ChangedState._rewrite) as made_again:
+        for number, rows in enumerate((6, 6, 6, 2, 1, 5)):
+            optimizer.zero_grad()
+            model(batch(number)[:rows]).square().sum().backward()
+            optimizer.step()
+    assert made_again.call_count == 2  # before the first step without state, to be checked, and behind it
+
+
 ERRORS: dict[str, tuple[Any, str, str]] = {
     "no mask": (gr.on("step:0.weight", Hold(lambda g, v: g)), "AdamW", r"step:0\.weight: Hold.* torch.float64"),
     "another shape": (gr.on("step:0.weight", Hold(lambda g, v: g[0] > 0)), "AdamW", r"bool of shape \(4,\).*\(5, 4\)"),
     "no tensor": (gr.on("step:0.weight", Hold(cast("Any", lambda g, v: True))), "AdamW", "returned bool"),
     "function": (gr.on("param:0.weight", lambda v: v[0]), "AdamW", r"param:0\.weight"),
+    "arguments": (gr.on("param:0.weight", lambda v: v.float()), "AdamW", "dtype"),
     "factored": (gr.on("step:0.weight", Hold(is_zero)), "Adafactor", "Adafactor keeps rows and columns.*AdamW"),
 }  # fmt: skip
 
@@ -349,8 +432,11 @@ def test_errors(case: str) -> None:
     model = gr.transform(net, policy)
     optimizer = gr.guard(make(net.parameters()), model)
     model(batch(0)).square().sum().backward()
+    before = copy.deepcopy(net.state_dict())
     with pytest.raises(gr.RewriteError, match=text):
         optimizer.step()
+    assert all(torch.equal(t, before[key]) for key, t in net.state_dict().items())
+    assert not optimizer.state
 
 
 def test_vectors_of_a_factored_optimizer_are_held() -> None:
@@ -365,5 +451,6 @@ def test_vectors_of_a_factored_optimizer_are_held() -> None:
 
 
 def test_a_wrong_argument() -> None:
-    with pytest.raises(TypeError, match="function of the gradient"):
-        Hold(cast("Any", 0.1))
+    for where in (0.1, lambda gradient: gradient > 0):
+        with pytest.raises(TypeError, match="function of the gradient"):
+            Hold(cast("Any", where))
