@@ -14,6 +14,7 @@ import gradrewrite as gr
 from gradrewrite.testing import assert_matches_eager
 
 from helpers import ROOT
+from models.small import Lambda
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 MODEL = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -21,7 +22,16 @@ RECIPES = {
     name: code
     for name, code in re.findall(r"^###[^\n]*\{#(.*?)\}$.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)
 }
-BY_HAND = ("straight-through", "annealing", "equal-losses", "automatic-clipping", "reweighting", "noise-scale")
+BY_HAND = (
+    "straight-through",
+    "relevance",
+    "annealing",
+    "pinn",
+    "equal-losses",
+    "automatic-clipping",
+    "reweighting",
+    "noise-scale",
+)
 # What acts behind the update, or only looks: a gradient is not changed.
 UNCHANGED = ("freeze", "thaw", "prune", "mask", "rows", "selective", "decay", "gradcam", "tokens")
 
@@ -36,8 +46,8 @@ def names_of(recipe: str) -> dict[str, Any]:
 
 def make(names: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    if "LoRA" in names:
-        return names["LoRA"]().double()
+    if "Adapted" in names:
+        return names["Adapted"]().double()
     return names["Net"]().double()
 
 
@@ -58,7 +68,7 @@ def test_every_recipe_is_found() -> None:
 def test_equals_hooks_of_eager_autograd(recipe: str) -> None:
     names = names_of(recipe)
     net = make(names)
-    x = torch.randn(3, 4, dtype=torch.float64) if "LoRA" in names else tokens()
+    x = torch.randn(3, 4, dtype=torch.float64) if "Adapted" in names else tokens()
     if recipe in ("prune", "mask"):
         with torch.no_grad():
             net.body[0].weight[0] = 0.0
@@ -119,7 +129,35 @@ def test_straight_through() -> None:
     torch.testing.assert_close(net.weight.grad, rounded.grad * ((8 * net.weight.detach()).abs() < 4))
 
 
-@pytest.mark.parametrize("recipe", ["annealing", "equal-losses"])
+class ByRatio(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return error * x.tanh() / (x + 1e-6 * x.sign())
+
+
+def test_relevance() -> None:
+    names = names_of("relevance")
+    net, plain = make(names), make(names)
+    plain.body = nn.Sequential(plain.body[0], Lambda(lambda module, x: ByRatio.apply(x)))
+    for run in (gr.transform(net, names["policy"]), plain):
+        sum(output.sin().sum() for output in run(tokens())).backward()
+    assert_gradients(net, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+
+
+def test_the_frame_of_all_recipes() -> None:
+    _, frame = re.findall(r"```python\n(.*?)```", PAGE.split("## Parts that")[0], re.DOTALL)
+    names = names_of("detach")
+    exec(frame, names)
+    assert "error:h" in names["names"]
+
+
+@pytest.mark.parametrize("recipe", ["annealing", "pinn", "equal-losses"])
 def test_losses(recipe: str) -> None:
     names = names_of(recipe)
     net = losses_of(names)
@@ -128,6 +166,10 @@ def test_losses(recipe: str) -> None:
     weights, behind = torch.ones(2, dtype=torch.float64), list(by_loss[0])
     if recipe == "annealing":
         names["weights"][1] = weights[1] = 0.25
+    elif recipe == "pinn":
+        shared = [name for name in behind if all(bool(found[name].any()) for found in by_loss)]
+        residual, boundary = (torch.cat([found[name].flatten() for name in shared]).abs() for found in by_loss)
+        weights[1] = 0.9 + 0.1 * residual.max() / boundary.mean()
     else:
         behind = [name for name in behind if name.startswith("body.")]
         flat = torch.stack([torch.cat([found[name].flatten() for name in behind]) for found in by_loss])
