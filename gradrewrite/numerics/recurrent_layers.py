@@ -21,7 +21,8 @@ def _recurrent(op: str, x: Tensor, states: list[Tensor], parameters: list[Tensor
     """Run a recurrent layer of torch as it is, without gradients."""
     with torch.no_grad():
         own: Any = tuple(states) if op == "lstm" else states[0]
-        return [t.clone() if any(t is s for s in states) else t for t in getattr(torch, op)(x, own, parameters, *rest)]
+        found = getattr(torch, op)(x, own, parameters, *rest)
+        return [t.clone() if any(t is s for s in states) else t.contiguous() for t in found]
 
 
 def _fake_recurrent(op: str, x: Tensor, states: list[Tensor], parameters: list[Tensor], *rest: Any) -> list[Tensor]:
