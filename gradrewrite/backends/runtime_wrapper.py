@@ -112,7 +112,7 @@ class RewrittenBackward:
         return results
 
     def _snapshot(self, use: GraphUse, args: list[Any]) -> StepSnapshot | None:
-        """Return the inputs of a replay; None where the forward is not known."""
+        """Return the inputs of a replay; None for an unknown forward."""
         if use.forwards is None:
             return None
         streams = self.session.config.states.copied_streams(use.outputs.states)

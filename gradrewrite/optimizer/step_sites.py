@@ -561,7 +561,7 @@ def _layout_of(tensor: Tensor) -> Hashable:
 
 
 def spread_over_ranks(gradient: Tensor | None) -> Spread | None:
-    """Return how a tensor is spread; None if this rank has all of it, or it is empty."""
+    """Return the spread of a tensor; None for a whole or empty one."""
     spread = None if gradient is None else spread_of(gradient)
     return spread if spread is not None and len(spread.ranks) > 1 and spread.size else None
 

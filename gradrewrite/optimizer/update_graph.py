@@ -147,7 +147,7 @@ def _hold(
 def _let_skip(
     graph: fx.Graph, canvas: Canvas, points: Sequence[InsertionPoint], placeholders: Sequence[fx.Node]
 ) -> None:
-    """Return tensors and states as they are where the device has skipped the update."""
+    """Keep the tensors of an update skipped by the device."""
     with value_of(placeholders[0]).fake_mode:  # type: ignore[attr-defined]
         verdict = editing.add_input(graph, "verdict", torch.empty((), device=value_of(placeholders[0]).device))
 
