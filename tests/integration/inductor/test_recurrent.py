@@ -122,7 +122,7 @@ def test_code_comes_from_inductor_s_cache() -> None:
 
 @pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RNN])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_evaluation_is_torch_s_layer(layer: type[nn.RNNBase], batch_first: bool) -> None:
+def test_evaluation_is_torch_s_layer(layer: type[nn.GRU | nn.LSTM | nn.RNN], batch_first: bool) -> None:
     model = Recurrent(layer(FEATURES, WIDTH, batch_first=batch_first))
     rewritten = gr.transform(model, gr.on("error:rec.l0/h", Observe("norm")))
     rewritten.compile()
