@@ -12,6 +12,7 @@ from difflib import SequenceMatcher
 from types import FunctionType
 from typing import Any
 
+from gradrewrite._utils.elements import split_element
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.fingerprints import is_fingerprint, text_of, with_whole_fingerprints
 from gradrewrite._utils.grouping import grouped
@@ -112,23 +113,32 @@ def table_of(rows: Sequence[Mapping[str, float]], caption: str) -> Table:
     summaries = tuple(_summary(address, known, texts.get(address, "")) for address, known in values.items())
     shown = tuple(_folded(summaries, values))
     if len(shown) < len(summaries):
-        caption += f"; a row with #0-n is of all calls together (.rows has all {len(summaries)} records)"
+        caption += f"; a row with #0-n or [0-n] is of all calls or elements together (.rows has all {len(summaries)})"
     return Table(summaries, caption, shown)
 
 
 def _folded(rows: Sequence[Summary], values: Mapping[str, list[float]]) -> Iterator[Summary]:
-    """Yield rows, with one for many calls of a site; "last" is the last call's."""
-    calls = grouped((_CALL.sub("", row.address), row) for row in rows)
+    """Yield rows, with one for many calls of a site or elements of a vector; "last" is that of the last one."""
+    starts = {row.address: split_element(_CALL.sub("", row.address))[0] for row in rows}
+    alike = grouped((starts[row.address], row) for row in rows)
     for row in rows:
-        start = _CALL.sub("", row.address)
-        own = calls[start]
+        start = starts[row.address]
+        own = alike[start]
         if len(own) < _FEW_CALLS or any(one.text for one in own):
             yield row
         elif row is own[0]:
             together = _summary(start, [value for one in own for value in values[one.address]], "")
-            numbers = [int(found[0][1:]) if (found := _CALL.search(one.address)) else 0 for one in own]
-            steps = max(one.steps for one in own)
-            yield replace(together, address=f"{start}#{min(numbers)}-{max(numbers)}", steps=steps)
+            name, at, site = start.partition("@")
+            elements = _span([number for one in own if (number := split_element(one.address)[1]) is not None])
+            calls = _span([int(found[0][1:]) if (found := _CALL.search(one.address)) else 0 for one in own])
+            where = f"{name}{f'[{elements}]' if elements else ''}{at}{site}{f'#{calls}' if calls else ''}"
+            yield replace(together, address=where, steps=max(one.steps for one in own))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Return the first and the last number; ``""`` for none, and for one that is 0."""
+    first, last = min(numbers, default=0), max(numbers, default=0)
+    return f"{first}-{last}" if last > first else (str(last) if last else "")
 
 
 def _summary(address: str, values: list[float], text: str) -> Summary:

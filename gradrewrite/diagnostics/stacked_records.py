@@ -1,4 +1,4 @@
-"""Records of loops: the iterations of a record as one list in a run log, as a few figures in other logs."""
+"""Records of loops, and vectors: one list in a run log, a few figures in other logs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradrewrite._utils.elements import elements_of, split_element
 from gradrewrite._utils.exponent_counts import EXPONENTS
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.ir.outputs import Stack, iterations_of
@@ -33,7 +34,7 @@ def number_of_json(address: str, value: object) -> float:
 
 
 def records_to_json(records: Mapping[str, float], stacks: Sequence[Stack]) -> dict[str, Any]:
-    """Return records as JSON takes them, with one list for the iterations of a record in a loop.
+    """Return records as JSON takes them, with one list for the iterations of a record in a loop, and for a vector.
 
     The lists of a loop are in one object, at the place of its first record; an iteration without the record is None.
     Numbers that are all of float32 have nine digits.
@@ -43,9 +44,16 @@ def records_to_json(records: Mapping[str, float], stacks: Sequence[Stack]) -> di
     for address, value in records.items():
         if address not in owners:
             found[address] = plain_number(value)
-        elif (name := f"loop {owners[address]}") not in found:
+        elif (name := f"{_kind_of(stacks[owners[address]])} {owners[address]}") not in found:
             found[name] = _stack_to_json(records, stacks[owners[address]])
     return found
+
+
+def _kind_of(stack: Stack) -> str:
+    """Return what a stack is: a loop, or the elements of a vector, which are at one site."""
+    own = stack[0]
+    is_vector = len(own) > 1 and own[0].partition("@")[2] == own[-1].partition("@")[2]
+    return "vector" if is_vector else "loop"
 
 
 def _stack_to_json(records: Mapping[str, float], stack: Stack) -> dict[str, object]:
@@ -66,7 +74,7 @@ class StackReader:
     """Reads records from JSON; equal addresses and stacks are kept once."""
 
     def __init__(self) -> None:
-        self._stacks: dict[tuple[tuple[str, ...], int], Stack] = {}
+        self._stacks: dict[tuple[tuple[str, ...], int, bool], Stack] = {}
 
     def read(self, data: Mapping[str, object]) -> tuple[dict[str, float], tuple[Stack, ...]]:
         """Return records and stacks; ValueError for malformed ones."""
@@ -88,9 +96,15 @@ class StackReader:
                 f'wanted {{"dtype": "float32", "records": {{"record@site": [1.5, null]}}}} for {name!r}, all lists of '
                 f"one length, got {data!r:.60}"
             )
-        key = tuple(lists), len(rows[0])
+        is_vector = name.startswith("vector ")
+        if is_vector and any(split_element(address)[1] != 0 for address in lists):
+            raise ValueError(f"wanted the address of the first element for {name!r}, got {list(lists)!r:.60}")
+        key = tuple(lists), len(rows[0]), is_vector
         if key not in self._stacks:
-            self._stacks[key] = tuple(iterations_of(*_split(address), len(rows[0])) for address in lists)
+            self._stacks[key] = tuple(
+                elements_of(address, len(rows[0])) if is_vector else iterations_of(*_split(address), len(rows[0]))
+                for address in lists
+            )
         stack = self._stacks[key]
         known = (
             array(
@@ -106,27 +120,36 @@ class StackReader:
 
 
 def summed_up(records: Mapping[str, float], stacks: Sequence[Stack]) -> dict[str, float]:
-    """Return records with three figures in the place of the iterations of a loop.
+    """Return records with three figures in the place of the iterations of a loop, and of the elements of a vector.
 
     They are ``norm_largest@site``, of which NaN is the largest; ``norm_largest_at@site``, the number of that call of
-    the site; and ``norm_last@site``, of the last iteration. Counts by exponent are summed.
+    the site; and ``norm_last@site``, of the last iteration. Counts by exponent are summed. Of a vector they are
+    ``row_largest@site``, ``row_largest_at@site``, the number of that element, and ``row_mean@site``; those of a vector
+    in a loop are of all iterations together.
     """
     inside = {address for stack in stacks for own in stack for address in own}
     found = {address: value for address, value in records.items() if address not in inside}
-    calls = grouped((base_of(own[0]), address) for stack in stacks for own in stack for address in own)
+    calls = grouped((split_element(base_of(own[0]))[0], address) for stack in stacks for own in stack for address in own)
     for base, own in calls.items():  # of a layer that is called twice, all iterations of both
         once = dict.fromkeys(own)  # two forwards before one backward have the same addresses
-        known = [(records[address], _split(address)[1]) for address in once if address in records]
+        known = [(records[address], _number_of(address)) for address in once if address in records]
         if not known:
             continue
         name, _, site = base.partition("@")
         if name.partition(".")[0] in EXPONENTS:
             found[base] = sum(value for value, _ in known)
             continue
+        is_vector = split_element(own[0])[1] is not None
         largest, n = max(known, key=lambda one: (math.isnan(one[0]), one[0]))
-        figures = {"largest": largest, "largest_at": float(n), "last": known[-1][0]}
+        rest = {"mean": sum(value for value, _ in known) / len(known)} if is_vector else {"last": known[-1][0]}
+        figures = {"largest": largest, "largest_at": float(n), **rest}
         found |= {f"{name}_{what}@{site}": value for what, value in figures.items()}
     return found
+
+
+def _number_of(address: str) -> int:
+    element = split_element(address)[1]
+    return _split(address)[1] if element is None else element
 
 
 def base_of(address: str) -> str:

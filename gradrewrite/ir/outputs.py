@@ -12,14 +12,15 @@ from torch import Tensor
 
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey, with_label
-from gradrewrite.ir.reports import Check, Clip, Figures, Kept, NormClip, OnFailure, ValueClip, leaves
+from gradrewrite.ir.reports import Check, Clip, Figures, Kept, NormClip, OnFailure, Scalars, ValueClip, leaves
 from gradrewrite.numerics.statistics import COUNTS
 from gradrewrite.sites import Site
 
 Owner: TypeAlias = Site | str  # a site, or the text of what is none: ``group:default``, ``data:x``
 PlacedReport: TypeAlias = Figures[RecordKey] | Kept
 Bound: TypeAlias = float | Tensor | Mapping[int, float]  # or by the iterations of a loop
-Stack: TypeAlias = tuple[tuple[str, ...], ...]  # addresses of the records of a loop, by record and iteration
+# Addresses of the records of a loop, by record and iteration; or of one vector, by element.
+Stack: TypeAlias = tuple[tuple[str, ...], ...]
 _Placed = TypeVar("_Placed", bound=PlacedReport, covariant=True)
 
 
@@ -222,15 +223,17 @@ class BackwardOutputs:
 
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
-        """The records of iterations of loops: figures, then bounds that the host has."""
+        """The records of iterations of loops (figures, then bounds that the host has), then vectors outside of them."""
         inside = [p for p in self.placed if isinstance(p.owner, Site) and p.site.iteration is not None]
         groups: list[list[Placed[PlacedReport]]] = []
         for placed in inside:
             if not groups or (groups[-1][-1].site.iteration or 0) > (placed.site.iteration or 0):
                 groups.append([])  # of the next loop
             groups[-1].append(placed)
-        found = [_stack_of((p.site, key) for p in own for key in p.shown) for own in groups]
-        found += [_stack_of((p.site, key) for p in own for key, _ in p.bounds) for own in groups]
+        found = [_stack_of((p.site, p.shown) for p in own) for own in groups]
+        found += [_stack_of((p.site, tuple(key for key, _ in p.bounds)) for p in own) for own in groups]
+        rest = (p for p in self.placed if not (isinstance(p.owner, Site) and p.site.iteration is not None))
+        found += [(tuple(map(str, p.keys)),) for p in rest if isinstance(p.report, Scalars) and p.report.is_vector]
         return tuple(stack for stack in found if stack)
 
     @cached_property
@@ -381,23 +384,26 @@ def _execution_of(check: PlacedCheck, position: int) -> tuple[int, int, int]:
     return (order, iteration, position) if check.site.traits.in_forward else (order, -iteration, -position)
 
 
-def _stack_of(records: Iterable[tuple[Site, RecordKey]]) -> Stack:
-    """Return the stack of records, in an order that each iteration keeps."""
-    order: list[tuple[RecordKey, int, int]] = []  # with the number of iteration 0 among the calls, and the stride
+def _stack_of(reports: Iterable[tuple[Site, tuple[RecordKey, ...]]]) -> Stack:
+    """Return the stack of the records of reports, in an order that each iteration keeps."""
+    # By report, with the number of iteration 0 among the calls, and the stride.
+    order: list[tuple[tuple[RecordKey, ...], int, int]] = []
     length, position = 0, 0
     begin: int | None = None
-    for site, key in records:
+    for site, keys in reports:
         assert site.iteration is not None
         begin = site.iteration if begin is None else min(begin, site.iteration)
         if site.iteration >= length:
             length, position = site.iteration + 1, 0
-        base = replace(key, site=key.site.removesuffix(f"#{site.call}"))
-        one = base, site.call - site.iteration * site.stride, site.stride
+        bases = tuple(replace(key, site=key.site.removesuffix(f"#{site.call}")) for key in keys)
+        one = bases, site.call - site.iteration * site.stride, site.stride
         if one not in order:
             order.insert(position, one)
         position = order.index(one) + 1
     first = begin or 0
-    return tuple(iterations_of(str(key), call + first * by, length - first, by) for key, call, by in order)
+    return tuple(
+        iterations_of(str(key), call + first * by, length - first, by) for keys, call, by in order for key in keys
+    )
 
 
 def iterations_of(address: str, first: int, length: int, stride: int = 1) -> tuple[str, ...]:

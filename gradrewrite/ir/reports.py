@@ -56,10 +56,11 @@ class Scalars(Generic[T]):
 
     names: tuple[str, ...]  # as they were given
     values: tuple[T, ...]
+    is_vector: bool = False  # whether they are the elements of one
 
     def map(self, f: Callable[[str, T], S]) -> Scalars[S]:
         """Return the report with other leaves, made from names and leaves."""
-        return Scalars(self.names, tuple(map(f, self.names, self.values)))
+        return Scalars(self.names, tuple(map(f, self.names, self.values)), self.is_vector)
 
 
 @dataclass(frozen=True, slots=True)

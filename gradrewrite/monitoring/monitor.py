@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args, overload
 
 from torch import Tensor, distributed
 
+from gradrewrite._utils.elements import split_element
 from gradrewrite._utils.formatting import Table, nearest, table_of
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.causes import Cause
@@ -53,15 +54,24 @@ class _Kept(dict[Site | str, Tensor]):
         raise KeyError(f"nothing was kept at {str(key)!r}; nearest: {', '.join(near) or 'no site has Keep'}")
 
 
-def _by_iteration(rows: Sequence[Mapping[str, float]], address: str) -> list[list[float]]:
-    numbers = {0: address}
+def _by_number(
+    rows: Sequence[Mapping[str, float]], address: str, split: Callable[[str], tuple[str, int | None]]
+) -> list[list[float]]:
+    """Return the records of each row whose names have this address and a number, from 0 on."""
+    numbers: dict[int, str] = {}
     for name in {name for row in rows for name in row}:
-        site, _, number = name.rpartition("#")
-        if site == address and number.isdecimal():
-            numbers[int(number)] = name
+        start, number = split(name)
+        if start == address and number is not None:
+            numbers[number] = name
     if rows and not any(name in row for row in rows for name in numbers.values()):
         raise _no_record(address, [name for row in rows for name in row])
-    return [[row.get(numbers.get(n, ""), math.nan) for n in range(max(numbers) + 1)] for row in rows]
+    return [[row.get(numbers.get(n, ""), math.nan) for n in range(max(numbers, default=-1) + 1)] for row in rows]
+
+
+def _split_call(address: str) -> tuple[str, int]:
+    """Return the address without the number of a call, and the number."""
+    start, _, number = address.rpartition("#")
+    return (start, int(number)) if number.isdecimal() else (address, 0)
 
 
 def _no_record(address: str, known: Sequence[str]) -> KeyError:
@@ -212,10 +222,10 @@ class Monitor:
     def history(self, address: str, *, per: Literal["backward", "step"] | None = None) -> list[float]: ...
 
     @overload
-    def history(self, address: str, *, per: Literal["iteration"]) -> list[list[float]]: ...
+    def history(self, address: str, *, per: Literal["iteration", "element"]) -> list[list[float]]: ...
 
     def history(
-        self, address: str, *, per: Literal["backward", "step", "iteration"] | None = None
+        self, address: str, *, per: Literal["backward", "step", "iteration", "element"] | None = None
     ) -> list[float] | list[list[float]]:
         """One record over the steps in the buffer, oldest first; NaN where a step lacks it. Waits for the device.
 
@@ -228,24 +238,25 @@ class Monitor:
                 ``optimizer:``) have one value for each update, all others one for each backward. ``"iteration"`` is one
                 row for each backward, with the record in each iteration of a loop, or call of a module, from 0 on:
                 ``history("norm@error:lstm.l0/h", per="iteration")``; all rows are as long as the longest.
+                ``"element"`` is one row for each backward, or update, with the elements of a vector of ``gr.record``.
 
         Raises:
             KeyError: There are steps, and none has that record.
             ValueError: ``per`` is none of these.
         """
-        if per not in (None, "backward", "step", "iteration"):
-            raise ValueError(f'Monitor.history: per is "backward", "step" or "iteration", got {per!r}')
-        if per is None:
-            per = "step" if address.partition("@")[2].partition(":")[0] in _OF_UPDATES else "backward"
+        if per not in (None, "backward", "step", "iteration", "element"):
+            raise ValueError(f'Monitor.history: per is "backward", "step", "iteration" or "element", got {per!r}')
+        is_of_update = address.partition("@")[2].partition(":")[0] in _OF_UPDATES
+        by_step = per == "step" or (per in (None, "element") and is_of_update)
         with self._lock:
             records = self._read()
-            if per in ("backward", "iteration"):
+            if not by_step:
                 rows = [record.on_host().records for record in records]
             else:
-                steps = _by_update(records, per).values()
+                steps = _by_update(records, "step").values()
                 rows = [{str(key): v for key, v in _combined(step).figures().items()} for step in steps]
-        if per == "iteration":
-            return _by_iteration(rows, address)
+        if per in ("iteration", "element"):
+            return _by_number(rows, address, _split_call if per == "iteration" else split_element)
         if rows and not any(address in row for row in rows):
             raise _no_record(address, [name for row in rows for name in row])
         return [row.get(address, math.nan) for row in rows]
@@ -295,7 +306,7 @@ class Monitor:
         """Records over the steps in the buffer; ``print`` shows it. Waits for the device.
 
         The caption counts skipped updates, and says of the first and the last one in the buffer why it was skipped.
-        Five or more calls of one site are one row where it is shown; ``rows`` has each.
+        Five or more calls of one site, or elements of a vector, are one row where it is shown; ``rows`` has each.
 
         Args:
             pattern: Which sites, ``[kind:]glob[#call]`` as in a rule: ``"error:*"``; by default all.

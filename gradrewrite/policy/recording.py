@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite._compat import dtensors
+from gradrewrite._utils.elements import MOST, names_of_elements
 from gradrewrite.errors import CallbackError, UnsupportedGradientError
 from gradrewrite.ir.reports import (
     KEPT,
@@ -104,19 +105,24 @@ class Recording:
 
 
 def record(name: str, value: Tensor | float) -> None:
-    """Report a scalar from inside a tensor function.
+    """Report a scalar or a short vector from inside a tensor function.
 
     The value leaves the graph with the other records of the backward, as float32 (float64 if any record
     is float64); the host reads it only when the monitor is asked. Outside a rewrite (a tensor function
     called by hand) nothing happens.
 
+    The elements of a vector are the records ``name[0]@site``, ``name[1]@site``, ...;
+    ``monitor.history("name@site", per="element")`` has one row for each backward. A run log keeps one list; tables
+    and other logs have a few figures of all elements.
+
     Args:
         name: Name of the record; its address is ``name@site``. A second record of that name at the same
             site becomes ``name.2``.
-        value: A real tensor with one element, or a number. NaN and infinities are reported as they are.
+        value: A real tensor with one element, or a number; or a vector ``[n]``, n from 2 to 4,096, with a length
+            that is the same in every batch. NaN and infinities are reported as they are.
 
     Raises:
-        CallbackError: ``value`` has not exactly one element, or is complex; or ``name`` has an ``@``.
+        CallbackError: ``value`` is no number and no such vector, or is complex; or ``name`` has an ``@``.
 
     Example:
         >>> def watch(g):
@@ -129,10 +135,10 @@ def record(name: str, value: Tensor | float) -> None:
     tensor = value
     if not isinstance(tensor, Tensor):
         tensor = torch.full((), float(tensor), dtype=torch.float64, device=recording.device)
-    if tensor.numel() != 1 or tensor.is_complex():
+    if tensor.is_complex() or not _is_recorded(tensor.shape):
         raise CallbackError(
-            f"gr.record({name!r}, ...): a record is one real number; got shape {tuple(tensor.shape)}, {tensor.dtype}; "
-            "gr.keep keeps a tensor",
+            f"gr.record({name!r}, ...): a record is one real number, or a vector of 2 to {MOST:,} in every batch; got "
+            f"shape {tuple(tensor.shape)}, {tensor.dtype}; gr.keep keeps a tensor",
             code="record",
         )
     if "@" in str(name):
@@ -140,8 +146,19 @@ def record(name: str, value: Tensor | float) -> None:
             f"gr.record({name!r}, ...): the name of a record has no '@', which separates it from its site",
             code="record",
         )
+    number = tensor.numel()
+    if number > 1:
+        recording.reports.append(Scalars(names_of_elements(str(name), number), recording.figures(tensor, number), True))
+        return
     figure = recording.figure(tensor.reshape(()) if tensor.dim() else tensor)
     recording.reports.append(Scalars((str(name),), (figure,)))
+
+
+def _is_recorded(shape: torch.Size) -> bool:
+    """Whether a tensor of this shape can be a record: one element, or a short vector of a known length."""
+    if any(not isinstance(size, int) for size in shape):
+        return False
+    return shape.numel() == 1 or (len(shape) == 1 and 1 < shape[0] <= MOST)
 
 
 def record_all(names: Sequence[str], values: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Records of loops: lists in a run log come back with values, names and order; other logs get a few figures."""
+"""Records of loops, and vectors: lists in a run log come back in order; other logs get a few figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradrewrite._utils.elements import elements_of
 from gradrewrite._utils.exponent_counts import EXPONENTS
 from gradrewrite.diagnostics.stacked_records import StackReader, records_to_json, summed_up
 from gradrewrite.ir.outputs import iterations_of
@@ -41,6 +42,23 @@ def test_lists_come_back(first: int, length: int, rows: list[list[float | None]]
 
         assert bits(found) == bits(records)
         assert stacks in ((), (stack,))  # none where it has no record
+
+
+@given(st.lists(VALUE, min_size=2, max_size=20), st.sampled_from(["row[0]@error:a#3", "row[0].2@group:default"]))
+def test_vectors_come_back(values: list[float], first: str) -> None:
+    stack = (elements_of(first, len(values)),)
+    records = {"norm@activation:a": 1.0} | dict(zip(stack[0], values, strict=True))
+    text = json.dumps(records_to_json(records, [stack]), allow_nan=False)
+    found, stacks = StackReader().read(json.loads(text))
+
+    assert bits(found) == bits(records)
+    assert stacks == (stack,)
+
+
+def test_a_vector_begins_with_its_first_element() -> None:
+    data = {"dtype": "float32", "records": {"row[1]@error:a": [1.0, 2.0]}}
+    with pytest.raises(ValueError, match="the address of the first element for 'vector 0'"):
+        StackReader().read({"vector 0": data})
 
 
 def test_a_row_is_small() -> None:
@@ -83,6 +101,12 @@ def test_a_few_figures_for_other_logs() -> None:
         "norm_largest_at@error:l/h": 4.0,
         "norm_last@error:l/h": 3.0,
         f"{EXPONENTS[0]}@error:l/h": 8.0,
+    }
+    vector = (elements_of("row[0]@error:l", 3),)
+    assert summed_up(dict(zip(vector[0], (1.0, 7.0, 4.0), strict=True)), [vector]) == {
+        "row_largest@error:l": 7.0,
+        "row_largest_at@error:l": 1.0,
+        "row_mean@error:l": 4.0,
     }
     records["norm@error:l/h#3"] = math.nan
     assert summed_up(records, [stack])["norm_largest_at@error:l/h"] == 3
