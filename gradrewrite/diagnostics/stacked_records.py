@@ -129,7 +129,9 @@ def summed_up(records: Mapping[str, float], stacks: Sequence[Stack]) -> dict[str
     """
     inside = {address for stack in stacks for own in stack for address in own}
     found = {address: value for address, value in records.items() if address not in inside}
-    calls = grouped((split_element(base_of(own[0]))[0], address) for stack in stacks for own in stack for address in own)
+    calls = grouped(
+        (split_element(base_of(own[0]))[0], address) for stack in stacks for own in stack for address in own
+    )
     for base, own in calls.items():  # of a layer that is called twice, all iterations of both
         once = dict.fromkeys(own)  # two forwards before one backward have the same addresses
         known = [(records[address], _number_of(address)) for address in once if address in records]

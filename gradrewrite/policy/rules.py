@@ -28,11 +28,12 @@ from gradrewrite.policy.actions import (
 )
 from gradrewrite.policy.calls import Call, call, with_any_names
 from gradrewrite.policy.frozen import explained
-from gradrewrite.policy.insertions import OF_OPS, SAVED, Insertion
+from gradrewrite.policy.insertions import Insertion
 from gradrewrite.policy.measured_once import measured_once
 from gradrewrite.policy.scope import Context, refuse, skips_updates
-from gradrewrite.sites import Kind, Pattern, Site
+from gradrewrite.sites import Kind, Pattern, Site, kinds_with
 
+_WITHOUT_KIND = kinds_with(lambda traits: not (traits.needs_kind or traits.at_guard))  # matched by a plain pattern
 _CALLBACK = (
     "It is called with each gr.Site (kind, name, module, op, call, shape, dtype, source, ...), and returns an action, "
     "a list of them, or None"
@@ -155,10 +156,10 @@ def _check_at_steps(rule: Rule) -> None:
 
 
 def _check_kind(rule: Rule) -> None:
-    """Refuse actions for saved tensors and ops with a pattern without a kind; it would match none."""
+    """Refuse actions for kinds that a pattern without a kind does not match; it would match none."""
     for action in _flat(rule.action) if Pattern.parse(rule.pattern).kind is None else ():
-        if (kinds := kinds_of(action)) in (SAVED, OF_OPS):
-            (kind,) = kinds
+        if (kinds := kinds_of(action)) and kinds.isdisjoint(_WITHOUT_KIND):
+            kind = min(kinds)
             raise PolicyError(
                 f"{rule.pattern}: {describe(action)} applies to {kind} sites alone, which only a pattern with that "
                 f"kind matches: gr.on({f'{kind}:{rule.pattern}'!r}, {describe(action)})",
