@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from gradrewrite._compat.dynamic_sizes import marks_removed
+from gradrewrite._compat.inner_gradients import inner_gradients_traced
 from gradrewrite._compat.recurrent import without_time_steps
 from gradrewrite._compat.versions import needed_for
 
@@ -173,6 +174,7 @@ class _Frames:
                 with (
                     self._settings(frame.f_code),
                     without_time_steps(),
+                    inner_gradients_traced(),
                     marks_removed(),
                     self._without_guards_on(unguarded),
                 ):

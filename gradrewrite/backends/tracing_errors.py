@@ -32,6 +32,13 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (".item()", "a value of a tensor is read on the host", "compute with tensors, read values outside of the model,"),
     ("Unsupported functorch tracing attempt", "a transform of torch.func (grad, vmap, jvp, ...) runs around the model",
      "let it run inside of the model's forward, or give it the plain model, model.original;"),
+    ("Tensor.backward()", "a backward runs inside of the forward",
+     "compute what it leaves in .grad by torch.autograd.grad(loss, inputs, create_graph=True),"),
+    ("returning intermediate with requires_grad_()",
+     "the forward returns a tensor that began to need a gradient inside of it, by requires_grad_()",
+     "return what is computed from it, or a copy: x.detach(),"),
+    ("autograd.grad consumed", "torch.autograd.grad frees values that the backward of the result needs",
+     "pass create_graph=True, or retain_graph=True where the gradient is used as a constant,"),
     ("data-dependent", "a size, a branch or a Python number depends on the values of a tensor or a NumPy array",
      "make sizes fixed (masks in the place of selections), keep numbers in tensors,"),
 )  # fmt: skip
@@ -70,6 +77,10 @@ def explained(
     elif isinstance(err, dynamo.TorchRuntimeError):
         what, line = _first_error_in(str(err)), user_line(dynamo.user_stack(err))
         way_out = "Give inputs of the shapes, dtypes and devices that the model is made for"
+        if "does not require grad" in what:
+            way_out = (
+                "A forward that differentiates runs with gradients switched on: with torch.enable_grad() around it"
+            )
     elif inner is not err and "data-dependent" in str(inner):
         return _graph_break(str(inner), user_line(dynamo.user_stack(inner)))
     elif not _is_out_of_memory(err) and dynamo.is_of_graph(err):  # traced, and refused by its kernel
@@ -156,7 +167,7 @@ def _fails_plainly(model: nn.Module, method: str, args: tuple[Any, ...], kwargs:
     except (RuntimeError, TypeError):  # what has no copy: a tensor that is no leaf, a lock
         return None
     try:
-        with kept_random_state(), torch.enable_grad():
+        with kept_random_state():
             outputs = [t for t in tensors_in(getattr(plain, method)(*args, **kwargs)) if t.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     except torch.OutOfMemoryError:

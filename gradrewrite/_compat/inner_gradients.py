@@ -1,0 +1,89 @@
+"""Gradients that a forward computes of itself, by ``torch.autograd.grad``, while Dynamo traces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from gradrewrite._compat.versions import needed_for
+
+with needed_for("Dynamo's settings can be changed while one frame compiles"):
+    from torch._dynamo import config as dynamo_config
+with needed_for("Dynamo has a handler of requires_grad_, and looks at what a graph returns"):
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables.tensor import TensorVariable
+
+FIRST_VERSION = "2.13"  # of torch, whose Dynamo traces torch.autograd.grad
+IS_KNOWN = hasattr(dynamo_config, "trace_autograd_ops")
+
+_OutputGraph: Any = OutputGraph
+_TensorVariable: Any = TensorVariable
+
+
+@contextlib.contextmanager
+def inner_gradients_traced() -> Iterator[None]:
+    """Let Dynamo trace ``torch.autograd.grad`` inside the block, and ``requires_grad_()`` of tensors in a forward.
+
+    By itself it refuses ``requires_grad_()`` of an input, and results that depend on a tensor which began to need a
+    gradient inside of the graph: AOTAutograd forgets that. Of these only the tensor itself has to be refused; of what
+    is computed from it, the gradients of parameters and inputs are as they are without the graph.
+
+    The caller holds torch's compile lock: no other frame is traced meanwhile.
+    """
+    if not IS_KNOWN:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (_TensorVariable, "method_requires_grad_", _requires_grad_from),
+            (_TensorVariable, "method_backward", _backward_from),
+            (_OutputGraph, "_check_requires_grad_intermediate_outputs", _check_from),
+        ):
+            plain = getattr(owner, name)
+            setattr(owner, name, replacement(plain))
+            stack.callback(setattr, owner, name, plain)
+        stack.enter_context(dynamo_config.patch(trace_autograd_ops=True))
+        yield
+
+
+def _requires_grad_from(plain: Any) -> Any:
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        wanted = requires_grad if isinstance(requires_grad, bool) else requires_grad.as_python_constant()
+        fake = self.as_proxy().node.meta["example_value"]
+        if self.source and wanted and not fake.requires_grad and not isinstance(fake, torch.nn.Parameter):
+            # Behind this line the name means a tensor of the graph, which needs a gradient; the input stays as it is.
+            inner = plain(self.call_method(tx, "detach", [], {}), tx, True)
+            self.proxy, self.requires_grad = inner.proxy, True
+            return self
+        return plain(self, tx, requires_grad)
+
+    return method_requires_grad_
+
+
+def _backward_from(plain: Any) -> Any:
+    def method_backward(*args: Any, **kwargs: Any) -> Any:
+        with dynamo_config.patch(trace_autograd_ops=False):  # it drops create_graph=True
+            return plain(*args, **kwargs)
+
+    return method_backward
+
+
+def _check_from(plain: Any) -> Any:
+    def check(self: Any, rv: Any, tx: Any) -> None:
+        leaves = {v.as_proxy().node for v in self.leaf_var_creation_order if isinstance(v, TensorVariable)}
+        returned = [v for v in rv if isinstance(v, TensorVariable) and _is_view_of(v.as_proxy().node, leaves)]
+        plain(self, returned, tx)
+
+    return check
+
+
+def _is_view_of(node: fx.Node, leaves: Collection[fx.Node]) -> bool:
+    """Whether a node is one of these tensors or a view of one."""
+    if node in leaves:
+        return True
+    fake, fakes = node.meta.get("example_value"), [leaf.meta["example_value"] for leaf in leaves]
+    return isinstance(fake, torch.Tensor) and any(fake is leaf or fake._base is leaf for leaf in fakes)
