@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ _KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 _OPS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
+_Kernels = Mapping[Any, Mapping[Any, Callable[..., Any]]]  # by operator and dispatch key
+_before: ContextVar[_Kernels | None] = ContextVar("gradrewrite_recurrent_kernels", default=None)
+
+
 @contextlib.contextmanager
 def without_time_steps() -> Iterator[None]:
     """Give the results of recurrent layers by their shapes while Dynamo traces, on this thread.
@@ -26,22 +31,44 @@ def without_time_steps() -> Iterator[None]:
     torch's decompositions run each time step, which takes long, and makes a symbolic length a number.
     """
     kernels = {
-        getattr(getattr(torch.ops.aten, name), overload): _kernel(name, is_packed=overload == "data")
+        getattr(getattr(torch.ops.aten, name), overload): dict.fromkeys(
+            _KEYS, _kernel(name, is_packed=overload == "data")
+        )
         for name in _OPS
         for overload in ("input", "data")
     }
-    before = {op: {key: op.py_kernels[key] for key in _KEYS if key in op.py_kernels} for op in kernels}
-    try:
-        for op, kernel in kernels.items():
-            op.py_kernels.update(dict.fromkeys(_KEYS, kernel))
-            op._dispatch_cache.clear()
+    with _replaced(kernels) as before:
+        token = _before.set(before)
+        try:
+            yield
+        finally:
+            _before.reset(token)
+
+
+@contextlib.contextmanager
+def with_time_steps() -> Iterator[None]:
+    """Trace the time steps of recurrent layers inside the block, within one of ``without_time_steps``."""
+    before = _before.get()
+    with contextlib.nullcontext() if before is None else _replaced(before):
         yield
+
+
+@contextlib.contextmanager
+def _replaced(kernels: _Kernels) -> Iterator[_Kernels]:
+    before = {op: {key: op.py_kernels[key] for key in _KEYS if key in op.py_kernels} for op in kernels}
+    _put(kernels)
+    try:
+        yield before
     finally:
-        for op, known in before.items():
-            for key in _KEYS:
-                op.py_kernels.pop(key, None)
-            op.py_kernels.update(known)
-            op._dispatch_cache.clear()
+        _put(before)
+
+
+def _put(kernels: _Kernels) -> None:
+    for op, own in kernels.items():
+        for key in _KEYS:
+            op.py_kernels.pop(key, None)
+        op.py_kernels.update(own)
+        op._dispatch_cache.clear()
 
 
 def _kernel(name: str, *, is_packed: bool) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import aot_autograd, data_parallel, dynamo, dynamo_returns, fake_tensors, inductor
 from gradrewrite._compat.dynamic_sizes import trace_again_with_symbols
+from gradrewrite._compat.recurrent import with_time_steps
 from gradrewrite._compat.scalar_tensors import written_scalars_kept
 from gradrewrite._compat.tangents import overlapping_tangents_contiguous
 from gradrewrite._utils.formatting import listed
@@ -119,7 +120,8 @@ def _let_lengths_change(session: Session, gm: fx.GraphModule) -> None:
 def _compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], engine: Engine) -> Runnable:
     erase_notes(gm)
     run_as_operators(gm)
-    return engine.compile_plain(gm, inputs)
+    with with_time_steps():
+        return engine.compile_plain(gm, inputs)
 
 
 def needs_gradients(inputs: Sequence[Any]) -> bool:
@@ -169,7 +171,7 @@ def marking(
         gm.recompile()
         try:
             probes = tracing(compilation.values, compilation.layouts), tracing_ops(compilation.ops)
-            with probes[0], probes[1], _shared_memory_named(compilation.inputs, inputs):
+            with probes[0], probes[1], with_time_steps(), _shared_memory_named(compilation.inputs, inputs):
                 yield compilation
         finally:
             compilation.values = ()  # fake tensors, of no use any more

@@ -215,7 +215,8 @@ class _Hooks:
 
     def __init__(self, op: CalledOp, number: int) -> None:
         self._op, self._number = op, number
-        self._errors: list[Tensor] = []
+        # By backward: one that the forward runs, by torch.autograd.grad, has others than the one behind it.
+        self._errors: dict[int, list[Tensor]] = defaultdict(list)
 
     def register(self, begins: dict[Any, dict[int, int]], ends: dict[Any, dict[int, int]]) -> None:
         """Register the hooks; results and operands are by autograd node, and number of its output or input."""
@@ -228,13 +229,14 @@ class _Hooks:
         marked = list(grads)
         for at, g in self._plain(results, grads):
             marked[at] = error = markers.mark_op_error(g, self._number, results[at])
-            self._errors.append(error)
+            self._errors[autograd.backward_id()].append(error)
         return tuple(marked)
 
     def _at_end(self, operands: dict[int, int], grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
         marked = list(grads)
-        for at, g in self._plain(operands, grads) if self._errors else ():
-            marked[at] = markers.mark_op_gradient(g, self._errors, self._number, operands[at])
+        errors = self._errors[autograd.backward_id()]
+        for at, g in self._plain(operands, grads) if errors else ():
+            marked[at] = markers.mark_op_gradient(g, errors, self._number, operands[at])
         return tuple(marked)
 
     def _plain(self, places: dict[int, int], grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from gradrewrite.errors import GraphBreakError
 from gradrewrite.instrumentation.dynamo_nodes import checkpoint_body, is_checkpoint
+from gradrewrite.instrumentation.inner_gradients import differentiated_inside
 from gradrewrite.instrumentation.loops import run_loop
 from gradrewrite.instrumentation.source_locations import source_of
 from gradrewrite.ir.marked_loops import Loop, find_loop
@@ -271,8 +272,9 @@ def sizes_of_lengths(gm: fx.GraphModule) -> list[tuple[int, int]]:
 
 def run_as_operators(gm: fx.GraphModule) -> None:
     """Let a Dynamo graph without gradients compute each recurrent layer by one operator."""
+    left = differentiated_inside(gm)
     for node, known in list(_recurrent_calls(gm, {})):
-        if known is not None:
+        if known is not None and node not in left:
             call = RecurrentCall.of(node.target, _positional(node))
             assert call is not None
             settings = _positional(node)[3:]
@@ -292,9 +294,14 @@ def loops_in(node: fx.Node) -> list[Loop]:
 
 
 def find_recurrent(gm: fx.GraphModule, calls: Callable[[fx.Node], tuple[ModuleCall, ...]]) -> list[RecurrentNode]:
-    """Find the recurrent layers of a Dynamo graph; ``calls`` gives the module calls around a node."""
-    found = []
+    """Find the recurrent layers of a Dynamo graph; ``calls`` gives the module calls around a node.
+
+    Those that a gradient inside of the forward depends on are left to torch.
+    """
+    found, left = [], differentiated_inside(gm)
     for node, call in _recurrent_calls(gm, {}):
+        if node in left:
+            continue
         if call is None:
             raise GraphBreakError(f"{PACKED}\n  {source_of(node)}\n  {MASKED[0].upper()}{MASKED[1:-1]}")
         found.append(RecurrentNode(node, call, _loops_of(call, calls(node), source_of(node), fake_result(node))))

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from gradrewrite._compat import fake_tensors, operators
 from gradrewrite._compat.mode_nodes import enter_autocast, exit_autocast
 from gradrewrite.instrumentation.dynamo_nodes import checkpoint_body, fake_of, is_checkpoint, op_name
+from gradrewrite.instrumentation.inner_gradients import REASON, differentiated_inside
 from gradrewrite.instrumentation.loop_plans import (
     CALLS,
     LEAST,
@@ -77,8 +78,11 @@ def roll_loops(
         loops += inside
         reports += reports_inside
         body.recompile()
+    left = differentiated_inside(gm)
     for stretch in find_stretches(gm.graph, values, least):
         try:
+            if not left.isdisjoint(stretch.nodes):
+                raise NotRolled(REASON)
             plan = plan_loop(stretch, values, least)
             loops.append(_Rolling(gm, plan, values).roll())
             reports.append(LoopReport(stretch.source, plan.length, len(plan.carries), len(plan.rows)))
@@ -100,9 +104,11 @@ def checkpoint_bodies(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 def find_long_loops(gm: fx.GraphModule, values: Sequence[Value]) -> list[LoopReport]:
     """Return reports of the loops of a Dynamo graph that are worth rolling."""
-    reports = []
+    reports, left = [], differentiated_inside(gm)
     for stretch in find_stretches(gm.graph, values, LONG, explains=False):
         with contextlib.suppress(NotRolled):
+            if not left.isdisjoint(stretch.nodes):
+                continue
             plan = plan_loop(stretch, values, LONG)
             sizes = plan.length, len(plan.carries), len(plan.rows)
             reports.append(LoopReport(stretch.source, *sizes, f'loops="rolled" would compile 1 of {plan.length}'))

@@ -45,7 +45,18 @@ for _name, _implementation in (
 # A forward may differentiate inside itself, and then once more through that: the marker is an identity.
 torch.library.register_autograd("gradrewrite::mark_error", lambda _, g: (g, None), lib=LIBRARY)
 torch.library.register_autograd("gradrewrite::mark_op_error", lambda _, g: (g, None, None), lib=LIBRARY)
-torch.library.register_autograd("gradrewrite::mark_op_gradient", lambda _, g: (g, None, None, None), lib=LIBRARY)
+
+
+def _note_errors(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.num_errors = len(inputs[1])
+
+
+torch.library.register_autograd(
+    "gradrewrite::mark_op_gradient",
+    lambda ctx, g: (g, [None] * ctx.num_errors, None, None),
+    setup_context=_note_errors,
+    lib=LIBRARY,
+)
 
 # The compiler drops a clone of an output of its graph, but not an operation that it does not know.
 LIBRARY.impl("copy", torch.clone, "CompositeExplicitAutograd")
