@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from gradrewrite._compat import autograd
 from gradrewrite.errors import PolicyError
 from gradrewrite.ir.values import ModuleCall
 from gradrewrite.policy.calls import filled, nearest_sites
@@ -37,8 +38,9 @@ class EagerReads:
         self._calls[site] = calls
 
     def note(self, site: Site, value: Tensor) -> None:
-        """Note the value of a site."""
-        self._values[site] = value.detach()
+        """Note the value of a site; what ``torch.vmap`` has made is none outside of it."""
+        if not autograd.is_transformed(value):
+            self._values[site] = value.detach()
 
     def arguments(self, insertion: Insertion, site: Site) -> list[Tensor]:
         """Return the values that an action reads at a site.
