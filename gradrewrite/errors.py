@@ -145,6 +145,8 @@ class NonFiniteError(RewriteError, ArithmeticError):
         op: ``module/op`` of the op that made it: for an activation the op whose result it is, for an error or a
             gradient the op through whose backward it came; ``""`` if no op did (see ``cause``) or it is not known.
         source: That op's line, ``file:line "code"``.
+        is_inner: Whether the backward of that op made it, in a gradient that the forward computes of itself by
+            ``torch.autograd.grad``.
         step: Number of the backward, from 0.
         update: Number of the model's update, from 0, as in ``gr.state_dict``; without a guard, of its backward.
         micro_batch: Number of the backward among those of its update, from 0; None where an update has one.
@@ -170,9 +172,11 @@ class NonFiniteError(RewriteError, ArithmeticError):
         cause: str = "",
         note: str = "",
         rank: int | None = None,
+        is_inner: bool = False,
     ) -> None:
         super().__init__(site)
         self.site = site
+        self.is_inner = is_inner
         self.percent = percent
         self.op = op
         self.source = source
@@ -200,8 +204,9 @@ class NonFiniteError(RewriteError, ArithmeticError):
             f"{step_text(self.update, self.micro_batch)}{where}: first non-finite: {self.site}, {share} {elements}"
         ]
         if self.op:
-            made = "made by" if self.site.traits.in_forward else "made by the backward of"
-            parts.append(f"{made} {self.op}{', ' + self.source if self.source else ''}")
+            is_backward = self.is_inner or not self.site.traits.in_forward
+            made = f"made by {'the backward of ' * is_backward}{self.op}{', ' + self.source if self.source else ''}"
+            parts.append(made + ", in a gradient inside of the forward" * self.is_inner)
         if self.cause:
             parts.append(self.cause)
         text = ", ".join(parts)

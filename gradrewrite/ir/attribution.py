@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,22 +28,40 @@ def attribute_nodes(
 
     AOTAutograd ran the forward op after op, so there the next marker ends the op. A node of the backward belongs to the
     nearest error that it is computed from: to the backward of the op that made that value. A factor that the backward
-    computes from forward values alone belongs to its first user. Nodes before any error have none.
+    computes from forward values alone belongs to its first user. Nodes before any error have none. So it is with the
+    nodes of a gradient inside of the forward: they belong to ops whose backward runs there.
     ``inserted`` names nodes that act on an error, with its number: what follows reads them, not the marker.
     """
     nodes = list(graph.nodes)
     numbers = dict(inserted or {})
-    numbers |= {node.name: number_of(node) for node in nodes if node.target is markers.mark_error}
+    numbers |= {n.name: number_of(n) for n in nodes if n.target is markers.mark_error and n.name in backward}
     nearest = _nearest_errors(nodes, backward, numbers)
     found = {node: numbers[nodes[at].name] for node, at in nearest.items()}
+    for number, own in _by_marker(nodes, backward):
+        found.update(dict.fromkeys(own, number))
+    return found | inner_gradient_nodes(graph, backward)
+
+
+def inner_gradient_nodes(graph: fx.Graph, backward: Collection[str]) -> dict[fx.Node, int]:
+    """Return the nodes of gradients inside of the forward, with the number of the op whose backward each belongs to."""
+    found: dict[fx.Node, int] = {}
+    for number, own in _by_marker(list(graph.nodes), backward):
+        errors = {node.name: number_of(node) for node in own if node.target is markers.mark_error}
+        if errors:
+            nearest = _nearest_errors(own, {node.name for node in own}, errors)
+            found |= {node: errors[own[nearest[node]].name] if node in nearest else number for node in own}
+    return found
+
+
+def _by_marker(nodes: Sequence[fx.Node], backward: Collection[str]) -> Iterator[tuple[int, list[fx.Node]]]:
+    """Yield the numbers of activations, with the nodes of the forward between the marker before and their own."""
     waiting: list[fx.Node] = []
     for node in nodes:
         if node.target is markers.mark_activation:
-            found.update(dict.fromkeys(waiting, number_of(node)))
+            yield number_of(node), waiting
             waiting = []
         elif node.op == "call_function" and node.name not in backward:
             waiting.append(node)
-    return found
 
 
 def backward_names(graph: fx.Graph) -> frozenset[str]:
@@ -74,7 +92,11 @@ def read_provenance(marked: MarkedJointGraph) -> Provenance:
     """Read origins and outputs of a marked joint graph; anchors come from the rewrite."""
     graph = marked.graph
     backward = backward_names(graph)
-    attributed, ops = attribute_nodes(graph, backward), _ops(marked.values)
+    attributed, ops, inner = (
+        attribute_nodes(graph, backward),
+        _ops(marked.values),
+        inner_gradient_nodes(graph, backward),
+    )
     last = max(ops, default=0)
     origins = {}
     for node in graph.nodes:
@@ -82,7 +104,8 @@ def read_provenance(marked: MarkedJointGraph) -> Provenance:
             written = _written(node)
             number = attributed.get(node if written is None else written, last)
             is_forward = node.name not in backward or written is not None
-            origins[node.name] = replace(ops.get(number, Origin("forward", last)), lane=_lane(is_forward))
+            lane: Lane = "inner gradient" if node in inner else _lane(is_forward)
+            origins[node.name] = replace(ops.get(number, Origin("forward", last)), lane=lane)
     for node in graph.nodes:
         if node.op == "get_attr":  # a constant of the model, or the body of a higher-order op
             users = [origins[u.name] for u in node.users if u.name in origins]

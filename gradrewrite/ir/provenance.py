@@ -8,7 +8,7 @@ from typing import Literal
 
 from gradrewrite.sites import Site
 
-Lane = Literal["forward", "backward"]
+Lane = Literal["forward", "inner gradient", "backward"]  # the second: of torch.autograd.grad in the forward
 
 
 @dataclass(frozen=True, slots=True)

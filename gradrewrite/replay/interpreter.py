@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from gradrewrite._compat import collectives, fake_tensors, operators
 from gradrewrite.ir import markers
-from gradrewrite.ir.attribution import attribute_nodes
+from gradrewrite.ir.attribution import attribute_nodes, inner_gradient_nodes
 from gradrewrite.ir.inputs import GraphInput
 from gradrewrite.ir.loop_code import code_of
 from gradrewrite.ir.markers import number_of
@@ -74,6 +74,7 @@ class _Replay(Observing):
         numbers = {site: number for number, site in replay_graph.errors.items()}
         acting = {name: numbers[e.site] for name, e in replay_graph.actions.items() if e.site in numbers}
         self._ops = attribute_nodes(self._graph, replay_graph.backward, acting)
+        self._inner = inner_gradient_nodes(self._graph, replay_graph.backward)
         self._output = self._graph.output_node()
         returned = self._output.args[0]
         assert isinstance(returned, list | tuple)
@@ -124,6 +125,8 @@ class _Replay(Observing):
 
     def _marked_site(self, marker: fx.Node) -> Site | None:
         is_forward = marker.target is markers.mark_activation
+        if not is_forward and marker.name not in self._replay_graph.backward:
+            return None  # of a gradient inside of the forward
         return (self._replay_graph.activations if is_forward else self._replay_graph.errors).get(number_of(marker))
 
     def _given_values(self) -> dict[fx.Node, tuple[Any, str]]:
@@ -245,6 +248,7 @@ class _Replay(Observing):
             is_forward=is_forward,
             op=op,
             source=source,
+            is_inner=inside is None and node in self._inner,
             came_in=self._describe_given(node) if node.op == "placeholder" else "",
             given=self._replay_graph.inputs.get(node.name),
             reached=frozenset(reached),
@@ -320,6 +324,7 @@ class RootCause:
     is_forward: bool  # whether it belongs to the forward
     op: str  # ``module/op`` of the op that was run, forward or backward; ``""`` for what came in
     source: str  # line of that op
+    is_inner: bool  # whether it is the backward of that op, in a gradient inside of the forward
     came_in: str  # what came into the graph already non-finite, in words; ``""`` for an op
     given: GraphInput | None  # what that is; None for an op, and for the loss
     reached: frozenset[str]  # names of the non-finite values that it leads to

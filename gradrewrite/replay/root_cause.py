@@ -109,7 +109,7 @@ def _from_replays(
     first = next(((n, s) for n, s in behind if s.node in root.reached), None)
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
         error = analyse_checks(step, graphs, modes)
-        error.op, error.source, error.cause = root.op, root.source, root.came_in
+        error.op, error.source, error.cause, error.is_inner = root.op, root.source, root.came_in, root.is_inner
         return error
     before = [s for _, n, s in seen if position(n, s) < position(*first)]
     stale = next((e.overwritten for e in results if e.overwritten), "")
@@ -119,6 +119,7 @@ def _from_replays(
         percent=first[1].percent,
         op=root.op,
         source=root.source,
+        is_inner=root.is_inner,
         others=[s.site for n, s in bad if s is not first[1]],
         window=[PrecedingSite(s.site, s.smallest, s.largest) for s in before[-_WINDOW:]],
         cause=root.came_in,
