@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradrewrite._compat import aot_autograd, autograd, fake_tensors, inductor, nn_modules
+from gradrewrite._compat.inner_gradients import inner_gradients_traced
 from gradrewrite._eager_groups import EagerGroups
 from gradrewrite._eager_reads import EagerReads
 from gradrewrite._eager_recurrent import RECURRENT, run_recurrent
@@ -271,7 +272,7 @@ def _plain_error(model: nn.Module, held: Any, loss_fn: Loss | None, *, compiled:
     eager, traced = copy.deepcopy(model), copy.deepcopy(model)
     backend, options = ("inductor", {"fallback_random": True}) if compiled else (aot_autograd.compile_plain, None)
     run = inductor.compiled_alone(traced, backend=backend, options=options)
-    with kept_random_state():
+    with kept_random_state(), inner_gradients_traced():
         got = _run(run, traced, held, loss_fn)
     wanted = _run(eager, eager, held, loss_fn)
     largest = 0.0
@@ -359,6 +360,7 @@ class _Step:
 def _run(run: Callable[..., Any], module: nn.Module, held: Any, loss_fn: Loss | None) -> _Step:
     """One step from the state of ``module``; inputs are copies, for a model may change them in place."""
     args, kwargs = _copied(held)
+    leaves = dict(_named_inputs(module, args, kwargs))  # the forward may let others begin to need a gradient
     module.zero_grad()
     torch.clear_autocast_cache()  # casts of parameters as they were before the last step
     out = run(*args, **kwargs)
@@ -370,7 +372,7 @@ def _run(run: Callable[..., Any], module: nn.Module, held: Any, loss_fn: Loss | 
     if isinstance(run, _Hooked):
         run.finish()
     gradients = {f"gradient:{name}": p.grad for name, p in module.named_parameters() if p.requires_grad}
-    gradients |= {f"input:{name}": t.grad for name, t in _named_inputs(module, args, kwargs)}
+    gradients |= {f"input:{name}": t.grad for name, t in leaves.items()}
     copies = {name: None if g is None else g.detach().to_dense().clone() for name, g in gradients.items()}
     return _Step(outputs, {f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()}, copies)
 
@@ -827,6 +829,7 @@ class _Observer(TorchFunctionMode):
         self._writers: dict[int, _Op] = {}  # by storage
         self._operators: dict[CodeType, Mapping[int, str]] = {}
         self._num_ops = 0
+        self._begun: dict[int, Tensor] = {}  # leaves that began to need a gradient in the forward, to which none comes
         self._is_watching = False
         self._uses = EagerUses(uses, self._value_at, self._note_twin)
         self._paths: list[tuple[_Seen, _Seen]] = []  # results of taps, with the values that were given
@@ -883,6 +886,7 @@ class _Observer(TorchFunctionMode):
             result = self._run_recurrent(func, (*args, *kwargs.values()), source)
         else:
             result = func(*args, **kwargs)
+        self._begun.update({id(result): result} if func is Tensor.requires_grad_ and result.is_leaf else {})
         op = _Op(name, tuple(self._stack), source, self._num_ops)
         for tensor, (key, version) in zip(read, before, strict=True):
             if tensor._version != version and tensor.layout is torch.strided:
@@ -892,9 +896,9 @@ class _Observer(TorchFunctionMode):
                     self._seen.append(_Seen(value, tensor, (tensor, 0), (op.number, len(self._seen))))
             if _key_of(tensor) != key:
                 self._value_of(tensor, op)
-        for tensor in tensors_in(result):
+        for tensor, own in _named_results(name, func, result):
             is_new = _key_of(tensor) not in self._by_key
-            value = self._value_of(tensor, op).value
+            value = self._value_of(tensor, replace(op, name=own)).value
             value.is_selection = is_new and (op.name == "getitem" or not isinstance(result, Tensor))
         with self._unwatched():
             self._uses.note_results(name, func, args, kwargs, list(tensors_in(result)))
@@ -1085,7 +1089,28 @@ class _Observer(TorchFunctionMode):
         seen = sorted(self._seen, key=lambda s: s.order)
         named = name_values([s.value for s in seen])
         found = [(seen[number], site) for number, site in named.items()]
-        return [(value, site("error")) for value, site in found if value.is_differentiable]
+        sites = [(value, site("error")) for value, site in found if value.is_differentiable]
+        return [(value, site) for value, site in sites if not self._begun or self._leads_outside(value.key)]
+
+    def _leads_outside(self, key: _Key) -> bool:
+        """Whether a value depends on a leaf that needed a gradient before the forward."""
+        seen, todo = set[Any](), [key[0]]
+        while todo:
+            node = todo.pop()
+            leaf = node if isinstance(node, Tensor) else getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in self._begun:
+                return True
+            more = [] if isinstance(node, Tensor) else [n for n, _ in node.next_functions if n is not None]
+            todo += [n for n in more if n not in seen]
+            seen.update(more)
+        return False
+
+
+def _named_results(name: str, func: Any, result: Any) -> list[tuple[Tensor, str]]:
+    """Return the tensors that an op made, with the names of their ops: ``grad.0``, ``grad.1`` for several gradients."""
+    if func is torch.autograd.grad and len(result) > 1:
+        return [(tensor, f"{name}.{number}") for number, tensor in enumerate(result) if tensor is not None]
+    return [(tensor, name) for tensor in tensors_in(result)]
 
 
 def _key_of(tensor: Tensor) -> _Key:

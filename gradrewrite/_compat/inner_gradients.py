@@ -13,6 +13,8 @@ from gradrewrite._compat.versions import needed_for
 
 with needed_for("Dynamo's settings can be changed while one frame compiles"):
     from torch._dynamo import config as dynamo_config
+with needed_for("one thread compiles at a time, under a lock"):
+    from torch._dynamo.convert_frame import compile_lock
 with needed_for("Dynamo has a handler of requires_grad_, and looks at what a graph returns"):
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables.tensor import TensorVariable
@@ -32,12 +34,13 @@ def inner_gradients_traced() -> Iterator[None]:
     gradient inside of the graph: AOTAutograd forgets that. Of these only the tensor itself has to be refused; of what
     is computed from it, the gradients of parameters and inputs are as they are without the graph.
 
-    The caller holds torch's compile lock: no other frame is traced meanwhile.
+    torch's compile lock is held: no other thread traces meanwhile.
     """
-    if not IS_KNOWN:
-        yield
-        return
     with contextlib.ExitStack() as stack:
+        if not IS_KNOWN:
+            yield
+            return
+        stack.enter_context(compile_lock)
         for owner, name, replacement in (
             (_TensorVariable, "method_requires_grad_", _requires_grad_from),
             (_TensorVariable, "method_backward", _backward_from),

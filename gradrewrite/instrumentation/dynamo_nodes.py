@@ -50,9 +50,15 @@ def fake_of(node: fx.Node) -> Tensor | None:
 
 
 def op_name(node: fx.Node) -> str:
-    """Return the ``__name__`` of the user's function for a node; an element of a tuple has that of the tuple's op."""
+    """Return the ``__name__`` of the user's function for a node; an element of a tuple has that of the tuple's op.
+
+    Of several results of ``torch.autograd.grad`` they are ``grad.0``, ``grad.1``.
+    """
+    number: Any = None
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node) and fake_of(node.args[0]) is None:
-        node = node.args[0]
+        node, number = node.args
+    if node.target is torch.autograd.grad and number is not None and len(node.meta["example_value"]) > 1:
+        return f"grad.{number}"
     if isinstance(node.target, str):
         return node.target
     name = str(getattr(node.target, "__name__", node.target))
