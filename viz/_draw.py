@@ -17,7 +17,7 @@ from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._curves import is_monitor, steps_of
 from gradrewrite.viz._dot import scene_dot
-from gradrewrite.viz._graph_view import GraphView, read_graph
+from gradrewrite.viz._graph_view import GraphView, lane_of_site, read_graph
 from gradrewrite.viz._ladder import Ladder, build_ladder
 from gradrewrite.viz._layout import LadderLayout, draw_ladder
 from gradrewrite.viz._metric_colors import Metric, SiteMetric, choose_metric, site_metrics
@@ -213,6 +213,6 @@ def evidence_of(graph: JointGraph) -> Evidence:
 def _blamed(graph_view: GraphView, error: NonFiniteError | None) -> Collection[str]:
     if error is None:
         return ()
-    lane = "forward" if error.site.traits.in_forward else "backward"
+    lane = "inner" if error.is_inner else lane_of_site(error.site)
     module, _, op = error.op.rpartition("/")
     return [n.name for n in graph_view.nodes.values() if (n.module, n.op, n.lane) == (module, op, lane) and not n.mark]

@@ -21,10 +21,11 @@ def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
     """Return a rewritten graph as a networkx DiGraph; an edge goes from a value to its reader.
 
     Nodes are named as in fx, in execution order. Their attributes are numbers, strings and truth values:
-    ``role`` (``"op"``, ``"placeholder"``, ``"constant"``), ``target`` (``"aten.mul.Tensor"``), ``lane`` (``"forward"``
-    or ``"backward"``), ``order`` (number of the torch-level op in the forward; its backward has the same; -1 for what
-    carries records), ``op`` (as the user called it), ``name`` (what a placeholder stands for), ``module`` (the
-    innermost, with ``#n`` for its calls), ``runs`` (all module calls around it, outermost first, separated by ``/``),
+    ``role`` (``"op"``, ``"placeholder"``, ``"constant"``), ``target`` (``"aten.mul.Tensor"``), ``lane`` (``"forward"``,
+    ``"inner"`` in a gradient that the forward computes of itself, ``"backward"``), ``order`` (number of the torch-level
+    op in the forward; its backward has the same; -1 for what carries records), ``op`` (as the user called it), ``name``
+    (what a placeholder stands for), ``module`` (the innermost, with ``#n`` for its calls), ``runs`` (all module calls
+    around it, outermost first, separated by ``/``),
     ``source``, ``turns`` (iterations of a loop, else 0; the nodes of its body are named behind it, ``loop_1.where``),
     ``loss`` (of the backward of one of several losses, -1 of others), ``shape``, ``dtype``, ``inserted``,
     ``mark`` (``""``, ``"edit"``, ``"records"``), ``edit`` (its number, -1 for none), ``site`` and ``action`` (of the
@@ -55,7 +56,7 @@ def to_networkx(graph: JointGraph) -> nx.DiGraph[str]:
         found.add_node(name, **_attributes(graph_view, node))
     for source, target in graph_view.edges:
         lanes = graph_view.nodes[source].lane, graph_view.nodes[target].lane
-        found.add_edge(source, target, saved=lanes == ("forward", "backward"))
+        found.add_edge(source, target, saved=lanes[0] != "backward" == lanes[1])
     return found
 
 

@@ -17,6 +17,7 @@ from gradrewrite.diagnostics.clipping import ClipHistory, clips_by_edit
 from gradrewrite.diagnostics.run_log import COUNTS, Run
 from gradrewrite.diagnostics.site_health import percent
 from gradrewrite.ir.edits import Edit
+from gradrewrite.ir.provenance import Lane
 from gradrewrite.sites import ARROW
 from gradrewrite.viz._graph_view import (
     GraphView,
@@ -30,8 +31,13 @@ from gradrewrite.viz._graph_view import (
     visible_outputs,
 )
 
-Column = Literal["input", "forward", "backward", "edit", "output"]
+Column = Literal["input", "forward", "inner", "backward", "edit", "output"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
+LANES: Mapping[Lane, str] = {
+    "forward": "forward",
+    "inner": "backward inside of the forward",
+    "backward": "backward",
+}
 EdgeKind = Literal["", "saved", "fan", "carried"]
 Path = tuple[tuple[str, int], ...]
 
@@ -174,7 +180,7 @@ def join(rows: Sequence[Sequence[Part]], pairs: Mapping[tuple[str, str], int]) -
         is_far = abs(where[a][0] - where[b][0]) > FAR
         is_shared = where[a][1] == where[b][1] == "edit" and where[a][0] != where[b][0]  # a total norm
         kind: EdgeKind = "fan" if is_shared or reads[b] > MANY or (feeds[a] > MANY and is_far) else ""
-        if not kind and where[a][1] in ("input", "forward") and where[b][1] in ("backward", "edit"):
+        if not kind and where[a][1] in ("input", "forward", "inner") and where[b][1] in ("backward", "edit"):
             kind = "saved"
         edges.append(Edge(a, b, kind, pairs[a, b]))
     return edges
@@ -256,7 +262,7 @@ def describe_node(graph_view: GraphView, node: Node) -> str:
     """Return the tooltip of a node, in several lines."""
     lines = [f"{node.name}: {node.target}"]
     what = node.op_and_argument if node.role == "placeholder" else f"{node.module_call}/{node.op}"
-    lines.append(f"{what}, {node.lane}")
+    lines.append(f"{what}, {LANES[node.lane]}")
     if node.shape or node.dtype:
         lines.append(f"[{node.shape}] {node.dtype}")
     if node.loss is not None:
@@ -327,7 +333,7 @@ def _parts(graph_view: GraphView, row: _Row, records: EditRecords, leaders: Mapp
             parts.append(Part(key, "edit", "records", f"{len(nodes)} nodes", names, (), ("records",), title))
             continue
         text = node.op if node.role == "op" else node.target
-        lines = [f"{node.module_call}/{text}, {node.lane}", *([node.source] if node.source else [])]
+        lines = [f"{node.module_call}/{text}, {LANES[node.lane]}", *([node.source] if node.source else [])]
         lines += [f"{node.name}: {node.target} [{node.shape}] {node.dtype}" for node in nodes]
         figures = tuple(n for n, host in row.figures.items() if host == key)
         lines += [f"{graph_view.edits[n].text} at {graph_view.edits[n].site}" for n in figures]

@@ -22,10 +22,18 @@ from gradrewrite.viz._norms import HEIGHT, Cell, SiteNorms, cells_of
 from gradrewrite.viz._scene import HEAD, SMALL, SWATCH, Box, Frame, Label, LegendEntry, Line, Scene, fit_boxes
 from gradrewrite.viz._theme import INSERTED, INSERTED_EDGE, LINE, PAPER, RECORDS, SAVED
 
-WIDTHS: Mapping[Column, float] = {"input": 170, "forward": 230, "backward": 230, "edit": 360, "output": 170}
+WIDTHS: Mapping[Column, float] = {
+    "input": 170,
+    "forward": 230,
+    "inner": 230,
+    "backward": 230,
+    "edit": 360,
+    "output": 170,
+}
 HEADINGS: Mapping[Column, str] = {
     "input": "parameters, inputs",
     "forward": "forward, runs down",
+    "inner": "gradients inside, run up",
     "backward": "backward, runs up",
     "edit": "edits",
     "output": "gradients",
@@ -112,8 +120,9 @@ class LadderLayout:
 
     def _points(self, a: Part, b: Part, rank: Mapping[str, int]) -> tuple[Point, ...]:
         if a.key == b.key:  # what a loop carries: from the end of an iteration to the begin of the next
-            side = self.columns[a.column] + WIDTHS[a.column] * (a.column == "backward")
-            bend, is_down = side + REACH * (1 if a.column == "backward" else -1), a.column == "forward"
+            is_down = a.column == "forward"
+            side = self.columns[a.column] + WIDTHS[a.column] * (not is_down)
+            bend = side + REACH * (-1 if is_down else 1)
             end, begin = (0.8, 0.2) if is_down else (0.2, 0.8)
             return (side, a.key, end), (bend, a.key, end), (bend, a.key, begin), (side, a.key, begin)
         left, right = (self.columns[part.column] for part in (a, b))

@@ -20,6 +20,7 @@ from gradrewrite.viz._graph_view import (
     lane_of_site,
 )
 from gradrewrite.viz._ladder import (
+    LANES,
     Ladder,
     Part,
     carried_edges,
@@ -100,14 +101,14 @@ def build_overview(graph_view: GraphView, run: Run | None = None, norms: SiteNor
 
 def _boxes(number: int, group: _Group) -> list[Part]:
     found, label = [], _label(group)
-    for lane in ("forward", "backward"):
+    for lane, in_words in LANES.items():
         nodes = [n for n in group.nodes if n.lane == lane]
         if nodes:
             ops = len({n.order for n in nodes})
             small = f"{ops} op{'s' if ops != 1 else ''}{turns_of(nodes)}{of_losses(nodes)}"
             names = tuple(n.name for n in nodes)
             source = next((n.source for n in nodes if n.source), "")
-            title = f"{label}\n{lane}: {small}, {len(nodes)} nodes\n{source}".rstrip()
+            title = f"{label}\n{in_words}: {small}, {len(nodes)} nodes\n{source}".rstrip()
             of = [(_label(one), tuple(n.name for n in one.nodes if n.lane == lane)) for one in group.members]
             found.append(Part(f"{lane} {number}", lane, label, small, names, title=title, cells=tuple(of)))
     return found

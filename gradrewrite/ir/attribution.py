@@ -104,7 +104,7 @@ def read_provenance(marked: MarkedJointGraph) -> Provenance:
             written = _written(node)
             number = attributed.get(node if written is None else written, last)
             is_forward = node.name not in backward or written is not None
-            lane: Lane = "inner gradient" if node in inner else _lane(is_forward)
+            lane: Lane = "inner" if node in inner else _lane(is_forward)
             origins[node.name] = replace(ops.get(number, Origin("forward", last)), lane=lane)
     for node in graph.nodes:
         if node.op == "get_attr":  # a constant of the model, or the body of a higher-order op

@@ -8,7 +8,7 @@ from typing import Literal
 
 from gradrewrite.sites import Site
 
-Lane = Literal["forward", "inner gradient", "backward"]  # the second: of torch.autograd.grad in the forward
+Lane = Literal["forward", "inner", "backward"]  # ``"inner"``: a gradient that the forward computes of itself
 
 
 @dataclass(frozen=True, slots=True)
