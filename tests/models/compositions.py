@@ -136,11 +136,15 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
 class Net(nn.Module):
     """Layers one behind the other, two of them perhaps with tied weights, and a head.
 
-    It returns one loss, or two, or windows of what the head makes.
+    It returns one loss, or two, or windows of what the head makes; with ``inner``, the features have their own gradient
+    at the input among them.
     """
 
-    def __init__(self, layers: Sequence[str], *, tied: bool, losses: int, windows: bool = False) -> None:
+    def __init__(
+        self, layers: Sequence[str], *, tied: bool, losses: int, windows: bool = False, inner: bool = False
+    ) -> None:
         super().__init__()
+        self.inner = inner
         self.layers = nn.Sequential(*(LAYERS[name]() for name in layers))
         self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.losses, self.loss_divisor, self.windows = losses, 1, windows
@@ -159,7 +163,12 @@ class Net(nn.Module):
         return loss if self.losses == 1 else (loss, h.sin().mean())
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.finish(self.features(x))
+        if not (self.inner and torch.is_grad_enabled()):
+            return self.finish(self.features(x))
+        x = x.detach().requires_grad_()
+        h = self.features(x)
+        (g,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        return self.finish(h + g)
 
     def grow(self) -> list[nn.Parameter]:
         """Append a layer; its parameters."""
@@ -291,6 +300,7 @@ class Composition:
         split: Whether two optimizers have half of the parameters each.
         threaded: Whether another thread runs the backwards.
         subclass: Whether the weight of the head is a tensor subclass, so that all gradients are.
+        inner: Whether the forward differentiates itself.
     """
 
     seed: int
@@ -304,6 +314,7 @@ class Composition:
     threaded: bool = False
     windows: bool = False
     subclass: bool = False
+    inner: bool = False
 
     @classmethod
     def draw(cls, seed: int) -> Composition:
@@ -345,7 +356,11 @@ class Composition:
             kinds_left = draw.choice((("error", "activation", "saved"), tuple(ACTIONS)))
             rules = [rule for rule in rules if rule[0] in kinds_left and rule[0] != "backward"]  # refused by its site
             rules = [rule for rule in rules if not rule[2].startswith("call")]  # values of the class
-        return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows, subclass)
+        # A recurrent layer that is differentiated inside of the forward has no sites of its own.
+        left = (*RECURRENT, *["Convolution"] * (theme == "examples"))  # whose derivative convolves different examples
+        can_be_inner = way in WHOLE and not subclass and set(layers).isdisjoint(left)
+        inner = can_be_inner and draw.random() < 0.25
+        return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows, subclass, inner)
 
     @property
     def text(self) -> str:
@@ -355,7 +370,7 @@ class Composition:
             f"# seed {self.seed}, loop {self.loop!r}, way {self.way!r}, split {self.split}, threaded {self.threaded}\n"
             f"torch.manual_seed({self.seed})\n"
             f"model = Net({list(self.layers)}, tied={self.tied}, losses={self.losses}, "
-            f"windows={self.windows}, subclass={self.subclass}).double()\n"
+            f"windows={self.windows}, subclass={self.subclass}, inner={self.inner}).double()\n"
             f"policy = [\n{rules}\n]\n"
         )
 
@@ -375,7 +390,7 @@ class Composition:
     def make(self) -> Net:
         """Make the plain model."""
         torch.manual_seed(self.seed)
-        net = Net(self.layers, tied=self.tied, losses=self.losses, windows=self.windows).double()
+        net = Net(self.layers, tied=self.tied, losses=self.losses, windows=self.windows, inner=self.inner).double()
         if self.subclass:
             weight = net.head.weight.detach()
             net.head.weight = nn.Parameter(TwoTensor(weight, 2 * weight))

@@ -64,6 +64,7 @@ def test_every_action_layer_loop_and_way_is_drawn() -> None:
     assert {(one.loop, one.way) for one in drawn} == {(loop, way) for loop in LOOPS for way in WAYS}
     assert min(sum(one.split for one in drawn), sum(one.threaded for one in drawn)) >= 0.03 * SEEDS
     assert sum(one.subclass for one in drawn) >= 0.01 * SEEDS
+    assert sum(one.inner for one in drawn) >= 0.05 * SEEDS
 
 
 @pytest.mark.pure
