@@ -76,7 +76,10 @@ def _split_call(address: str) -> tuple[str, int]:
 
 def _no_record(address: str, known: Sequence[str]) -> KeyError:
     names = nearest(address, list(dict.fromkeys(known)))
-    return KeyError(f"no record {address!r}; nearest: {', '.join(names) or 'there are none'}")
+    text = f"no record {address!r}; nearest: {', '.join(names) or 'there are none'}"
+    if any(split_element(name)[0] == address for name in known):
+        text += f". It is a vector: monitor.history({address!r}, per='element') has its elements"
+    return KeyError(text)
 
 
 class Monitor:

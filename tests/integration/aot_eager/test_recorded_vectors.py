@@ -47,8 +47,9 @@ def test_rows_are_those_of_an_eager_hook(compiled: bool) -> None:
     torch.testing.assert_close(rows_of(model, "largest@error:0"), torch.stack(expected), equal_nan=True)
     assert list(model.monitor.latest()) == [f"largest[{n}]@error:0" for n in range(4)]
     assert math.isnan(model.monitor.latest()["largest[2]@error:0"])
-    with pytest.raises(KeyError, match=r"nearest: largest\[0\]@error:0"):
-        model.monitor.history("largest@error:0")
+    for read in (model.monitor.history, model.monitor.latest().__getitem__):
+        with pytest.raises(KeyError, match=r"nearest: largest\[0\]@error:0, .*\('largest@error:0', per='element'\)"):
+            read("largest@error:0")
     with pytest.raises(KeyError, match="no record 'largest@error:1'"):
         model.monitor.history("largest@error:1", per="element")
 
