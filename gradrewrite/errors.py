@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradrewrite.sites import Site
+from gradrewrite.sites import ARROW, Site
 
 
 class RewriteError(Exception):
@@ -93,6 +93,11 @@ class NoSuchSiteError(RewriteError, LookupError):
         everything = f"{traced}.sites has all of them"
         if self.pattern.startswith("saved:"):
             everything = "gr.transform(model, []).memory(...) lists what is kept"
+        _, arrow, used_by = self.pattern.partition(ARROW)
+        if arrow:
+            end, meant = ("*/*", "op") if "/" in used_by else ("*", "outermost module")
+            listed = f'gr.transform(model, [], uses=["*->{end}", "*/*->{end}"])'
+            everything = f"{listed}.trace(...).sites has all uses, each with its {meant}"
         start = f"{self.source}: " if self.source else ""
         text = f"{start}no site matches {self.pattern!r}; nearest sites: {nearest} ({everything})"
         kind, _, name = self.pattern.rpartition(":")

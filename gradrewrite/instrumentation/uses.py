@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -25,7 +25,7 @@ from gradrewrite.instrumentation.module_names import ModuleNames
 from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.instrumentation.probes import add_probe, add_use, calls_around, is_use, probed, region_call
 from gradrewrite.ir.values import ModuleCall, Value
-from gradrewrite.sites import ARROW, Pattern
+from gradrewrite.sites import ARROW, NamePattern, Pattern
 
 # Ops that hand their first argument on, in another form, part, type or place: a use behind them is one of the argument.
 TRANSPARENT = frozenset((
@@ -81,10 +81,14 @@ def insert_uses(
     """Insert a node and a probe for each use that a pattern asks for, in place; values of uses are appended.
 
     Bodies of activation checkpoints are entered. Returned are, by pattern, the other uses of values on its left side,
-    as text.
+    as text, and for a pattern without a use those with its right side.
     """
     reader = _Reader(values, names, patterns, region)
     reader.read(gm, {}, ())
+    for p in set(range(len(patterns))) - reader.found:
+        near = _Reader(values, names, [replace(patterns[p], source=NamePattern(glob)) for glob in ("*", "*/*")], region)
+        near.read(gm, {}, ())
+        reader.others[p] |= dict.fromkeys(map(near.text, near.uses))
     # Later values first: what writes to a value changes what its readers behind that read.
     uses = sorted(reader.uses.values(), key=lambda use: (use.value, use.depth), reverse=True)
     for number, use in enumerate(uses):
@@ -112,10 +116,16 @@ class _Reader:
         }
         self._texts = {n: str(known[n]("error")) for n, found in self._sources.items() if found}
         self.uses: dict[tuple[int, ModuleCall | int], _Use] = {}
+        self.found: set[int] = set()  # patterns with a use
         self.others: list[dict[str, None]] = [{} for _ in patterns]
         self._current: dict[int, int] = {}  # number of the value, by identity of the fake tensor
         self._paths: dict[int, _Path] = {}  # by the value that they lead to
         self._read_at: dict[fx.Node, _Path] = {}  # by transparent op with several results; without itself
+
+    def text(self, use: tuple[int, ModuleCall | int]) -> str:
+        """Return a use as text, without the number of the destination."""
+        value, end = use
+        return f"{self._texts[value]}{ARROW}{_op_address(self._values[end]) if isinstance(end, int) else end[0]}"
 
     def read(self, gm: fx.GraphModule, outer: _Outer, checkpoints: _Checkpoints) -> None:
         """Read a graph, or the body of a checkpoint."""
@@ -198,6 +208,7 @@ class _Reader:
             use.edges += [edge] * (edge not in use.edges)
             elsewhere = [one for one in path.nodes if one.graph is not edge[-1].graph]
             use.refusal = _ACROSS.format(op_name(elsewhere[-1])) if elsewhere else use.refusal
+            self.found.add(p)
             yield p
 
     def _destination(self, pattern: Pattern, calls: Sequence[ModuleCall], op: int | None) -> ModuleCall | int | None:

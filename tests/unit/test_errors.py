@@ -116,6 +116,34 @@ def test_second_name_of_a_tied_parameter_leads_to_the_first() -> None:
         gr.transform(Tied(), gr.on("gradient:head.weight", ClipByValue(1.0)))(torch.ones(1, 4))
 
 
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.actor, self.critic = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.fc(x))
+        return self.actor(h).sum() + self.critic(h).sum()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "first", "listed"),
+    [
+        ("error:*->critic", "error:/relu->critic", ["*->*", "*/*->*"]),
+        ("error:fc->critic", "error:/relu->critic", ["*->*", "*/*->*"]),
+        ("error:fc->/tanh", "error:fc->/relu", ["*->*/*", "*/*->*/*"]),
+    ],
+)
+def test_a_use_that_is_not_there_names_those_of_its_destination(pattern: str, first: str, listed: list[str]) -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(gr.NoSuchSiteError) as caught:
+        gr.transform(ActorCritic(), gr.on(pattern, ClipByValue(1.0))).trace(x)
+
+    assert caught.value.known[0] == first
+    assert f"gr.transform(model, [], uses={listed})".replace("'", '"') in str(caught.value)
+    assert first in map(str, gr.transform(ActorCritic(), [], uses=listed).trace(x).sites)
+
+
 def test_module_without_a_value_warns() -> None:
     model = gr.transform(Net(), gr.on("error:unused", ClipByValue(1.0)))
     with pytest.warns(gr.RewriteWarning, match=r"'error:unused' matches unused"):
