@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite.passes import Zero
 from gradrewrite.testing import assert_matches_eager
 
 from helpers import ROOT
@@ -18,10 +20,8 @@ from models.small import Lambda
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 MODEL = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-RECIPES = {
-    name: code
-    for name, code in re.findall(r"^###[^\n]*\{#(.*?)\}$.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)
-}
+SECTIONS = dict(re.findall(r"^###[^\n]*\{#(.*?)\}$(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
+RECIPES = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in SECTIONS.items()}
 BY_HAND = (
     "straight-through",
     "relevance",
@@ -31,24 +31,37 @@ BY_HAND = (
     "automatic-clipping",
     "reweighting",
     "noise-scale",
+    "gradcam",
 )
 # What acts behind the update, or only looks: a gradient is not changed.
-UNCHANGED = ("freeze", "thaw", "prune", "mask", "rows", "selective", "decay", "gradcam", "tokens")
+UNCHANGED = ("freeze", "thaw", "prune", "mask", "rows", "new-rows", "selective", "decay", "load", "tokens")
 
 
-def names_of(recipe: str) -> dict[str, Any]:
+def names_of(recipe: str, block: int = 0) -> dict[str, Any]:
+    """Return what a block of a recipe defines, after those before it."""
     assert MODEL is not None
     names: dict[str, Any] = {"math": math}
     exec(MODEL[1], names)
-    exec(RECIPES[recipe], names)
+    for code in RECIPES[recipe][: block + 1]:
+        exec(code, names)
     return names
+
+
+class ActorCritic(nn.Module):
+    """A model whose trunk ends with an op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.actor, self.critic = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.relu(self.fc(x))
+        return self.actor(h), self.critic(h)
 
 
 def make(names: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    if "Adapted" in names:
-        return names["Adapted"]().double()
-    return names["Net"]().double()
+    return names["Adapted" if "Adapted" in names else "Net"]().double()
 
 
 def tokens(rows: int = 6) -> Tensor:
@@ -61,14 +74,18 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def test_every_recipe_is_found() -> None:
     assert len(RECIPES) == len(re.findall("^### ", PAGE, re.MULTILINE)) >= 30
+    assert all(RECIPES.values())
+    assert f"{len(RECIPES)} tested [recipes]" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.broad
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in BY_HAND])
-def test_equals_hooks_of_eager_autograd(recipe: str) -> None:
-    names = names_of(recipe)
-    net = make(names)
-    x = torch.randn(3, 4, dtype=torch.float64) if "Adapted" in names else tokens()
+@pytest.mark.parametrize(
+    ("recipe", "block"), [(name, n) for name in RECIPES if name not in BY_HAND for n in range(len(RECIPES[name]))]
+)
+def test_equals_hooks_of_eager_autograd(recipe: str, block: int) -> None:
+    names = names_of(recipe, block)
+    net = ActorCritic().double() if (recipe, block) == ("head", 1) else make(names)
+    x = tokens() if "router" in dict(net.named_children()) else torch.randn(3, 4, dtype=torch.float64)
     if recipe in ("prune", "mask"):
         with torch.no_grad():
             net.body[0].weight[0] = 0.0
@@ -113,8 +130,11 @@ def assert_gradients(net: nn.Module, wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(p.grad, wanted[name], rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_straight_through() -> None:
-    names = names_of("straight-through")
+@pytest.mark.parametrize("block", [0, 1])
+def test_straight_through(block: int) -> None:
+    names = names_of("straight-through", 1)
+    if block == 0:  # which has no model of its own
+        names["policy"] = names_of("straight-through")["policy"]
     torch.manual_seed(0)
     net = names["Rounded"](4, 4).double()
     with torch.no_grad():
@@ -126,7 +146,31 @@ def test_straight_through() -> None:
     rounded.requires_grad_()
     nn.functional.linear(x, rounded, net.bias.detach()).square().sum().backward()
     assert rounded.grad is not None
-    torch.testing.assert_close(net.weight.grad, rounded.grad * ((8 * net.weight.detach()).abs() < 4))
+    inside = (8 * net.weight.detach()).abs() < 4
+    torch.testing.assert_close(net.weight.grad, rounded.grad * inside if block else rounded.grad)
+
+
+class Positive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> Tensor:
+        return torch.zeros_like(error)
+
+
+@pytest.mark.parametrize(
+    ("op", "pattern"),
+    [(lambda x: (1 * x).round_(), "backward:*/round_"), (lambda x: Positive.apply(x), "backward:*/apply")],
+    ids=["in place", "apply"],
+)
+def test_other_ops_straight_through(op: Any, pattern: str) -> None:
+    assert pattern.partition(":")[2] in SECTIONS["straight-through"]
+    x = torch.linspace(-2, 2, 5, requires_grad=True)
+    gr.transform(Lambda(lambda module, x: op(x)), gr.on(pattern, lambda op: op.error))(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(5))
 
 
 class ByRatio(torch.autograd.Function):
@@ -204,9 +248,86 @@ def test_examples(recipe: str) -> None:
 
 
 def test_what_is_kept_has_the_shapes_of_the_page() -> None:
-    names = names_of("gradcam")
-    model = gr.transform(make(names), names["policy"] + [names_of("tokens")["policy"]])
+    names = names_of("tokens")
+    model = gr.transform(make(names), names["policy"])
     model(tokens())[0].sum().backward()
-    kept = model.monitor.kept()
-    assert (kept["error:h"] * kept["activation:h"]).sum(-1).relu().shape == (6,)
-    assert kept["error:embed"].norm(dim=-1).shape == (6, 5)
+    assert model.monitor.kept()["error:embed"].norm(dim=-1).shape == (6, 5)
+
+
+def test_gradcam() -> None:
+    torch.manual_seed(0)
+    names = names_of("gradcam")
+    torch.manual_seed(0)
+    net = names["Classifier"]()
+    activation = net.features(torch.randn(6, 3, 8, 8))
+    (error,) = torch.autograd.grad(net.head(activation.mean((2, 3)))[:, 1].sum(), activation)
+    weights = error.mean((2, 3))
+    wanted = torch.einsum("bc,bchw->bhw", weights, activation).relu()
+    assert wanted.any()
+    torch.testing.assert_close(names["maps"], wanted)
+
+
+class Cells(nn.Module):
+    """A recurrence in four forms, with outputs at each step or at the last one; ``cut`` detaches states by number."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.cut = kind, ""
+        self.cell, self.lstm = nn.GRUCell(3, 4), nn.LSTMCell(3, 4)
+        self.w, self.u = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = x.new_zeros(len(x), 4)
+        outputs = []
+        for t in range(x.shape[1]):
+            if self.kind == "lstm":
+                h, c = self.lstm(x[:, t], (h, c))
+            else:
+                h = torch.tanh(self.w(x[:, t]) + self.u(h)) if self.kind == "ops" else self.cell(x[:, t], h)
+            outputs.append(h)
+            if t == 2:
+                h, c = (s.detach() if name in self.cut else s for name, s in (("h", h), ("c", c)))
+        return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "cut"),
+    [
+        ("cell", "error:cell#2->cell", "h"),
+        ("lstm", "error:lstm#2->lstm", "hc"),
+        ("lstm", "error:lstm/lstm_cell#5->lstm", "c"),
+        ("lstm", "error:lstm/lstm_cell#4->lstm", "h"),
+        ("ops", "error:/tanh#2->u", "h"),
+    ],
+)
+def test_cuts_between_steps(kind: str, pattern: str, cut: str) -> None:
+    assert pattern in SECTIONS["truncated"] or pattern == "error:lstm/lstm_cell#4->lstm"
+    torch.manual_seed(0)
+    net, x = Cells(kind).double(), torch.randn(2, 5, 3, dtype=torch.float64)
+    plain = copy.deepcopy(net)
+    plain.cut = cut
+    for run in (gr.transform(net, gr.on(pattern, Zero())), plain):
+        run(x).sin().sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "states"), [(nn.GRU, "h"), (nn.RNN, "h"), (nn.LSTM, "[hc]")])
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_cuts_inside_of_recurrent_layers(kind: Any, states: str, reads_all: bool) -> None:
+    pattern = f"error:rec.l*/{states}#2"
+    assert pattern in SECTIONS["truncated"]
+    torch.manual_seed(0)
+    rec, x = kind(3, 4, num_layers=2, batch_first=True).double(), torch.randn(2, 5, 3, dtype=torch.float64)
+    plain, start = copy.deepcopy(rec), 0 if reads_all else 3
+    model = gr.transform(Lambda(lambda module, x: module.rec(x)[0], rec=rec), gr.on(pattern, Zero()))
+    model(x)[:, start:].sin().sum().backward()
+    first, state = plain(x[:, :3])
+    state = tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()
+    torch.cat([first, plain(x[:, 3:], state)[0]], 1)[:, start:].sin().sum().backward()
+    pairs = list(zip(rec.parameters(), plain.parameters(), strict=True))
+    if reads_all:  # where the error of the output of step 2 is lost too
+        assert not torch.allclose(pairs[0][0].grad, pairs[0][1].grad)
+        return
+    for p, q in pairs:
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
