@@ -290,6 +290,7 @@ class Cells(nn.Module):
         return torch.stack(outputs, 1)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("kind", "pattern", "cut"),
     [
@@ -312,6 +313,7 @@ def test_cuts_between_steps(kind: str, pattern: str, cut: str) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("kind", "states"), [(nn.GRU, "h"), (nn.RNN, "h"), (nn.LSTM, "[hc]")])
 @pytest.mark.parametrize("reads_all", [False, True])
 def test_cuts_inside_of_recurrent_layers(kind: Any, states: str, reads_all: bool) -> None:
@@ -331,3 +333,152 @@ def test_cuts_inside_of_recurrent_layers(kind: Any, states: str, reads_all: bool
         return
     for p, q in pairs:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+class Mixed(nn.Module):
+    """Weights of a convolution, a norm, a linear layer and a cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.LayerNorm(4)
+        self.linear, self.cell = nn.Linear(4, 4), nn.GRUCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(self.linear(self.norm(self.conv(x).mean((2, 3)))))
+
+
+def after_step(recipe: str, lr: float) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return each parameter before a step of SGD, its gradient, and the parameter after the step."""
+    torch.manual_seed(0)
+    net = Mixed().double()
+    with torch.no_grad():
+        net.norm.bias.fill_(0.3)
+    before = copy.deepcopy(net.state_dict())
+    model = gr.transform(net, names_of(recipe)["policy"])
+    optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=lr), model)
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    own = gradients(net, net(x).sin().sum())
+    model(x).sin().sum().backward()
+    optimizer.step()
+    return {name: (before[name], own[name], p.detach()) for name, p in net.named_parameters()}
+
+
+def test_max_norm_of_all_kinds_of_weights() -> None:
+    for before, gradient, after in after_step("max-norm", 0.1).values():
+        wanted = before - 0.1 * gradient
+        if wanted.dim() > 1:
+            norms = wanted.flatten(1).norm(dim=1)
+            assert (norms > 0.5).any()
+            wanted = (wanted.flatten(1) * (0.5 / norms).clamp(max=1.0)[:, None]).view_as(wanted)
+        torch.testing.assert_close(after, wanted, rtol=1e-6, atol=0.0)  # renorm divides by the norm + 1e-7
+
+
+def test_centralized_gradients_of_all_kinds_of_weights() -> None:
+    for before, gradient, after in after_step("centralized", 1.0).values():
+        if gradient.dim() > 1:
+            gradient = (gradient.flatten(1) - gradient.flatten(1).mean(1)[:, None]).view_as(gradient)
+        torch.testing.assert_close(after, before - gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_decay_of_matrices_alone() -> None:
+    for before, _, after in after_step("decay", 0.0).values():
+        torch.testing.assert_close(after, before * (1 - 1e-3) if before.dim() > 1 else before, rtol=1e-12, atol=0.0)
+
+
+def test_patterns_of_weights() -> None:
+    x = torch.randn(3, 2, 5, 5)
+    known = [site for site in gr.transform(Mixed(), []).trace(x).sites if site.kind == "gradient"]
+    names = [[site.name for site in known if site.matches(pattern)] for pattern in ("*.weight", "*weight*")]
+    assert set(names[1]) - set(names[0]) == {"cell.weight_ih", "cell.weight_hh"}
+    assert "norm.weight" in names[0]
+
+
+def test_old_rows_keep_their_bits_under_decay() -> None:
+    names = names_of("new-rows")
+    net = make(names)
+    before = net.embed.weight.detach().clone()
+    model = gr.transform(net, names["policy"])
+    optimizer = gr.guard(torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1), model)
+    for _ in range(3):
+        sum(output.sin().sum() for output in model(tokens())).backward()
+        optimizer.step()
+    assert torch.equal(net.embed.weight[:8], before[:8])
+    assert not (net.embed.weight[8:] == before[8:]).any()
+    assert not optimizer.state[net.embed.weight]["exp_avg"][:8].any()
+
+
+def test_frozen_weights_move_under_a_rule_behind() -> None:
+    names = names_of("freeze")
+    net = make(names)
+    before = net.body[0].weight.detach().clone()
+    model = gr.transform(net, [names["policy"], gr.on("param:*", lambda value: value / 2)])
+    optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=0.1), model)
+    sum(output.sin().sum() for output in model(tokens())).backward()
+    optimizer.step()
+    assert torch.equal(net.body[0].weight, before / 2)
+
+
+def test_momentum_is_reset_after_every_third_update() -> None:
+    layer = nn.Linear(2, 1)
+    model = gr.transform(layer, names_of("momentum")["policy"])
+    optimizer = gr.guard(torch.optim.Adam(layer.parameters(), lr=0.1), model)
+    found = []
+    for _ in range(6):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        found.append(bool(optimizer.state[layer.weight]["exp_avg"].any()))
+    assert found == [True, True, False] * 2
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_schedule_counts_updates_where_an_optimizer_is_guarded(guarded: bool) -> None:
+    layer = nn.Linear(2, 1)
+    factor = gr.Schedule.linear(1.0, 0.0, steps=2)
+    model = gr.transform(layer, gr.on("gradient:bias", lambda g: g * factor.value.to(g.dtype)))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    optimizer = gr.guard(optimizer, model) if guarded else optimizer
+    found = []
+    for _ in range(2):
+        for _ in range(2):
+            layer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            assert layer.bias.grad is not None
+            found.append(layer.bias.grad.item())
+        optimizer.step()
+    assert found == ([1.0, 1.0, 0.5, 0.5] if guarded else [1.0, 0.5, 0.0, 0.0])
+
+
+@pytest.mark.long
+def test_loads_are_rows_by_expert() -> None:
+    names = names_of("load")
+    net = make(names)
+    model = gr.transform(net, names["policy"])
+    gates: list[Tensor] = []
+    net.router.register_forward_hook(lambda module, args, output: gates.append(output.detach().softmax(-1).mean(0)))
+    for _ in range(2):
+        net(tokens())
+        sum(output.sin().sum() for output in model(tokens())).backward()
+    rows = torch.tensor(model.monitor.history("load@error:/softmax", per="element"), dtype=torch.float64)
+    torch.testing.assert_close(rows, torch.stack(gates[:1] * 2))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:default. gradients of an earlier backward")
+@pytest.mark.parametrize("kind", ["step", "gradient"])
+def test_loads_of_several_sites(kind: str) -> None:
+    names = names_of("load", 1)
+    net = make(names)
+    model = gr.transform(net, gr.together(f"{kind}:experts.*.weight", names["norms"]))
+    optimizer = gr.guard(torch.optim.SGD(net.parameters(), lr=0.0), model)
+    x = tokens()
+    wanted = []
+    for part in (x[:2], x[2:]):  # one update
+        own = gradients(net, sum(output.sin().sum() for output in net(part)))
+        wanted.append(torch.stack([own[f"experts.{n}.weight"] for n in range(2)]))
+        sum(output.sin().sum() for output in model(part)).backward()
+    optimizer.step()
+    address = "load@step:group:default" if kind == "step" else "load@group:default"
+    assert address in SECTIONS["load"]
+    rows = torch.tensor(model.monitor.history(address, per="element"), dtype=torch.float64)
+    parts = [sum(wanted)] if kind == "step" else wanted
+    torch.testing.assert_close(rows, torch.stack([part.flatten(1).norm(dim=1) for part in parts]))

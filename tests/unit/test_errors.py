@@ -126,6 +126,7 @@ class ActorCritic(nn.Module):
         return self.actor(h).sum() + self.critic(h).sum()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("pattern", "first", "listed"),
     [
