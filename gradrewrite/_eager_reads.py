@@ -38,7 +38,8 @@ class EagerReads:
         self._calls[site] = calls
 
     def note(self, site: Site, value: Tensor) -> None:
-        """Note the value of a site; what ``torch.vmap`` has made is none outside of it."""
+        """Note the value of a site."""
+        # What torch.vmap has made is no value outside of it.
         if not autograd.is_transformed(value):
             self._values[site] = value.detach()
 

@@ -21,7 +21,7 @@ _OPS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 _Kernels = Mapping[Any, Mapping[Any, Callable[..., Any]]]  # by operator and dispatch key
-_before: ContextVar[_Kernels | None] = ContextVar("gradrewrite_recurrent_kernels", default=None)
+_plain_kernels: ContextVar[_Kernels | None] = ContextVar("gradrewrite_recurrent_kernels", default=None)
 
 
 @contextlib.contextmanager
@@ -38,17 +38,17 @@ def without_time_steps() -> Iterator[None]:
         for overload in ("input", "data")
     }
     with _replaced(kernels) as before:
-        token = _before.set(before)
+        token = _plain_kernels.set(before)
         try:
             yield
         finally:
-            _before.reset(token)
+            _plain_kernels.reset(token)
 
 
 @contextlib.contextmanager
 def with_time_steps() -> Iterator[None]:
     """Trace the time steps of recurrent layers inside the block, within one of ``without_time_steps``."""
-    before = _before.get()
+    before = _plain_kernels.get()
     with contextlib.nullcontext() if before is None else _replaced(before):
         yield
 

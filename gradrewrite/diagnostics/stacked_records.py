@@ -50,7 +50,7 @@ def records_to_json(records: Mapping[str, float], stacks: Sequence[Stack]) -> di
 
 
 def _kind_of(stack: Stack) -> str:
-    """Return what a stack is: a loop, or the elements of a vector, which are at one site."""
+    """Return ``"loop"``, or ``"vector"`` for the elements of one at a site."""
     own = stack[0]
     is_vector = len(own) > 1 and own[0].partition("@")[2] == own[-1].partition("@")[2]
     return "vector" if is_vector else "loop"

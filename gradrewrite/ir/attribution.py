@@ -43,7 +43,7 @@ def attribute_nodes(
 
 
 def inner_gradient_nodes(graph: fx.Graph, backward: Collection[str]) -> dict[fx.Node, int]:
-    """Return the nodes of gradients inside of the forward, with the number of the op whose backward each belongs to."""
+    """Return the nodes of gradients inside of the forward, each with the number of the differentiated op."""
     found: dict[fx.Node, int] = {}
     for number, own in _by_marker(list(graph.nodes), backward):
         errors = {node.name: number_of(node) for node in own if node.target is markers.mark_error}

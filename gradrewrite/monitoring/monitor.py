@@ -57,7 +57,7 @@ class _Kept(dict[Site | str, Tensor]):
 def _by_number(
     rows: Sequence[Mapping[str, float]], address: str, split: Callable[[str], tuple[str, int | None]]
 ) -> list[list[float]]:
-    """Return the records of each row whose names have this address and a number, from 0 on."""
+    """Return the records of each row by the numbers behind an address, from 0 on."""
     numbers: dict[int, str] = {}
     for name in {name for row in rows for name in row}:
         start, number = split(name)

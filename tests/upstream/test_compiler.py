@@ -35,6 +35,7 @@ from gradrewrite._compat import (
     dynamo_cache,
     dynamo_returns,
     inductor,
+    inner_gradients,
     make_fx,
 )
 from gradrewrite.ir import markers
@@ -574,6 +575,56 @@ def test_53_a_sum_with_a_matrix_product_drops_its_factor() -> None:
     found = torch.compile(lambda x, w, p: (x @ w).add(p, alpha=0.25))(x, w, p)
 
     torch.testing.assert_close(found, x @ w + p)
+
+
+def _traced(fn: Callable[..., Any], *args: Any) -> Any:
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        return torch.compile(fn, backend="aot_eager", fullgraph=True)(*args)
+
+
+def _penalty(x: Tensor, w: Tensor) -> Tensor:
+    (g,) = torch.autograd.grad((x * w).sin().sum(), x, create_graph=True)
+    return g.square().sum()
+
+
+@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")
+def test_54_dynamo_traces_a_gradient_by_a_switch() -> None:
+    """Why ``_compat/inner_gradients.py`` sets it."""
+    x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="trace_autograd_ops"):
+        torch.compile(_penalty, backend="aot_eager", fullgraph=True)(x, w)
+    _traced(_penalty, x, w).backward()
+    expected = torch.autograd.grad(_penalty(x, w), w)[0]
+    assert torch.equal(w.grad, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [(lambda x: x.requires_grad_(), "requires_grad_"), (lambda x: x.detach().requires_grad_(), "source-less")],
+)
+def test_dynamo_refuses_tensors_that_begin_to_need_a_gradient(begin: Callable[[Tensor], Tensor], message: str) -> None:
+    """Why ``_compat/inner_gradients.py`` replaces its handlers."""
+    x, w = torch.ones(3), torch.ones(3, requires_grad=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        _traced(lambda x, w: _penalty(begin(x), w), x, w)
+    with inner_gradients.inner_gradients_traced():
+        _traced(lambda x, w: _penalty(begin(x), w), x, w).backward()
+    expected = torch.autograd.grad(_penalty(x.requires_grad_(), w), w)[0]
+    assert torch.equal(w.grad, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")
+def test_dynamo_drops_create_graph_of_a_backward() -> None:
+    """Why ``_compat/inner_gradients.py`` refuses ``loss.backward()`` in a forward."""
+
+    def penalty(x: Tensor, w: Tensor) -> Tensor:
+        (x * w).sin().sum().backward(create_graph=True, inputs=[x])
+        assert x.grad is not None
+        return x.grad.square().sum()
+
+    x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    assert not _traced(penalty, x, w).requires_grad
 
 
 @pytest.mark.broad

@@ -1,0 +1,265 @@
+"""Gradients inside of the forward beside the other features, against eager autograd."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradrewrite as gr
+from gradrewrite import viz
+from gradrewrite.passes import (
+    CheckFinite,
+    ClipByNorm,
+    ClipPerExample,
+    KeepZeros,
+    Observe,
+    Offload,
+    Recompute,
+    Store,
+    WeighLosses,
+)
+from gradrewrite.rewriting import saved_tensors
+
+from models.inner_gradients import LOSSES, Inner, batch, forces, perceptron, program
+
+COMPILED = [False, pytest.param(True, marks=pytest.mark.inductor)]
+SEVERAL = ("forces", "heat", "gradient_of_parameters", "inner_steps")
+
+
+def gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(*(inputs or batch(0))).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_plain(plain: nn.Module, policy: gr.Policy, *, compiled: bool = False, **options: Any) -> gr.RewrittenModule:
+    """Assert that a policy which changes nothing leaves the gradients as they are."""
+    expected = gradients(copy.deepcopy(plain))
+    model = gr.transform(plain, policy, **options)
+    if compiled:
+        model.compile()
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-6 if compiled else 1e-10, atol=1e-12)
+    return model
+
+
+@pytest.mark.parametrize("loss", SEVERAL)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        gr.on("backward:*/silu", lambda op: op.vjp(op.error)),
+        gr.on("backward:*/*", KeepZeros()),
+        gr.on("error:net.0->net.1", ClipByNorm(1e9)),
+        gr.on("error:net.2", lambda g, *, a: g + 0 * a.sum(), reads={"a": "activation:net.0"}),
+        gr.together("error:net.*", lambda errors: {}),
+    ],
+    ids=["backward", "zeros", "use", "reads", "together"],
+)
+def test_what_changes_nothing(loss: str, policy: gr.Rule) -> None:
+    assert_plain(program("perceptron", loss), policy)
+
+
+@pytest.mark.filterwarnings("ignore:.*left alone:gradrewrite.RewriteWarning")
+@pytest.mark.parametrize("loss", SEVERAL)
+@pytest.mark.parametrize("action", [Recompute(), Offload(), Store("float32")], ids=["recompute", "offload", "store"])
+def test_saved_tensors(loss: str, action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_tensors, "SMALL", 17)
+    expected = gradients(program("perceptron", loss))
+    model = gr.transform(program("perceptron", loss), gr.on("saved:net.*", action))
+    near = 1e-5 if isinstance(action, Store) else 1e-10
+    torch.testing.assert_close(gradients(model), expected, rtol=near, atol=near)
+    assert "saved:net" in str(model.explain())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: type[nn.LSTM | nn.GRU | nn.RNN]) -> None:
+        super().__init__()
+        self.rec, self.out = layer(1, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.rec(x.unsqueeze(-1))[0][:, -1])
+        return y
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(layer: type[nn.LSTM | nn.GRU | nn.RNN], compiled: bool) -> None:
+    torch.manual_seed(0)
+    plain = Inner(Recurrent(layer), forces).double()
+    assert_plain(copy.deepcopy(plain), gr.on("error:net.rec", ClipByNorm(1e9)), compiled=compiled)
+    assert_plain(copy.deepcopy(plain), [], compiled=compiled)
+    with pytest.raises(
+        gr.NoSuchSiteError, match=r"no site matches 'error:net\.rec\.l0/h'; nearest sites: error:net\.rec"
+    ):
+        gr.transform(plain, gr.on("error:net.rec.l0/h", ClipByNorm(1.0)))(*batch(0))
+
+
+class Beside(nn.Module):
+    """A recurrent layer that no gradient in the forward depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.rec = program("perceptron", "forces"), nn.LSTM(3, 4).double()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.inner(x, target) + self.rec(x.unsqueeze(1))[0].square().mean()
+        return loss
+
+
+def test_other_recurrent_layers_keep_their_sites() -> None:
+    torch.manual_seed(0)
+    model = assert_plain(Beside(), gr.on("error:rec.l0/h", Observe("norm")))
+    assert len(model.monitor.latest()) == len(batch(0)[0])
+
+
+def over_time(net: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    h = x
+    for _ in range(6):
+        h = torch.tanh(h + net(h))
+    (gradient,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+    return (gradient - target).square().mean()
+
+
+def test_python_loops_stay_unrolled() -> None:
+    torch.manual_seed(0)
+    model = assert_plain(Inner(perceptron(), over_time).double(), gr.on("error:net.0", ClipByNorm(1e9)), loops="rolled")
+    assert "torch.autograd.grad in the forward differentiates it" in str(model.explain())
+
+
+@pytest.mark.parametrize("loss", ["forces_of_input", "penalty", "heat", "third", "hessian_product"])
+@pytest.mark.parametrize("net", ["perceptron", "attention"])
+def test_examples_are_clipped_as_in_a_loop_over_them(net: str, loss: str) -> None:
+    bound, (x, target) = 0.05, batch(0)
+    plain = program(net, loss)
+    expected = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    for row in range(len(x)):
+        one = gradients(copy.deepcopy(plain), x[row : row + 1].clone(), target[row : row + 1].clone())
+        norm = torch.stack([g.norm() for g in one.values()]).norm()
+        for name, g in one.items():
+            expected[name] += g * (bound / norm).clamp(max=1) / len(x)
+    found = gradients(gr.transform(plain, gr.on("gradient:*", ClipPerExample(bound))), x.clone(), target.clone())
+    for name, g in expected.items():
+        torch.testing.assert_close(found.get(name, torch.zeros_like(g)), g, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", ["gradient_of_parameters", "inner_steps", "adaptive_weight"])
+def test_losses_that_are_no_sum_over_examples_are_refused(loss: str) -> None:
+    with pytest.raises(gr.PolicyError, match=r"needs the gradient of each example: .* of a sum over the batch"):
+        gradients(gr.transform(program("perceptron", loss), gr.on("gradient:*", ClipPerExample(1.0))))
+
+
+class TwoLosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.net(x).sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return {"energy": (energy - 1).square(), "force": (gradient - target).square().mean()}
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_losses_are_weighed(compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = TwoLosses().double()
+    plain = copy.deepcopy(model)
+    losses = plain(*batch(0))
+    settings: Any = {"retain_graph": True, "allow_unused": True}
+    of_each = [torch.autograd.grad(loss, list(plain.parameters()), **settings) for loss in losses.values()]
+    rewritten = gr.transform(model, gr.on("gradient:*", WeighLosses([2.0, 0.5])))
+    if compiled:
+        rewritten.compile()
+    sum(rewritten(*batch(0)).values()).backward()
+    for p, one, two in zip(model.parameters(), *of_each, strict=True):
+        # A gradient of one loss alone keeps its weight; see WeighLosses(everywhere=True).
+        expected = one if two is None else 2.0 * one + 0.5 * two
+        torch.testing.assert_close(p.grad, expected, rtol=1e-6 if compiled else 1e-10, atol=1e-12)
+
+
+class Checkpointed(Inner):
+    def __init__(self, *, around: bool) -> None:
+        super().__init__(perceptron(), forces)
+        self.around = around
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        if self.around:
+            return checkpoint(super().forward, x, target, use_reentrant=False)  # type: ignore[no-any-return]
+        return forces(lambda h: checkpoint(self.net, h, use_reentrant=False), x, target)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_checkpoints(around: bool) -> None:
+    torch.manual_seed(0)
+    assert_plain(Checkpointed(around=around).double(), gr.on("error:*", ClipByNorm(1e9)))
+
+
+def test_regions_are_refused() -> None:
+    model = gr.transform(program("perceptron", "forces"), gr.on("error:*", ClipByNorm(1.0)), regions=["net.0"])
+    with pytest.raises(gr.TraceError, match=r"gradients of gradients .* leave regions= out"):
+        model(*batch(0)).backward()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_oracle_agrees(loss: str) -> None:
+    model = program("perceptron", loss)
+    compared = gr.testing.assert_matches_eager(model, gr.on("error:*/*", ClipByNorm(1e-2)), *batch(0), compiled=False)
+    assert compared.acted
+    gr.testing.assert_matches_eager(model, gr.on("error:*", ClipByNorm(1e-4)), *batch(0), compiled=False)
+
+
+def test_names_of_what_grad_returns() -> None:
+    names = [str(site) for site in gr.transform(program("perceptron", "heat"), []).trace(*batch(0)).sites]
+    assert [name for name in names if name.startswith("error:/grad")] == [
+        "error:/grad.0",
+        "error:/grad.1",
+        "error:/grad",
+    ]
+
+
+class Distances(nn.Module):
+    """The derivative of a root at 0 is infinite, in the gradient inside of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        distances = (x[:, None] - x[None]).square().sum(-1).sqrt()
+        (gradient,) = torch.autograd.grad(self.net(distances[..., None]).sum(), x, create_graph=True)
+        return (gradient - target).square().mean()
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_the_op_of_the_inner_gradient_is_named(compiled: bool) -> None:
+    torch.manual_seed(0)
+    plain = Distances().double()
+    model = gr.transform(plain, gr.on("gradient:*", CheckFinite()))
+    if compiled:
+        model.compile()
+    with pytest.raises(gr.NonFiniteError) as caught:
+        model(*batch(0)).backward()
+    located = gr.locate(plain, *batch(0))
+    line = Distances.forward.__code__.co_firstlineno + 2
+    for error in (caught.value, located):
+        assert error is not None
+        assert (str(error.site), error.op, error.is_inner) == ("activation:/grad", "/sqrt", True)
+        assert f":{line} " in error.source
+        assert "made by the backward of /sqrt, " in str(error)
+        assert ", in a gradient inside of the forward" in str(error)
+    cause = gr.diagnose(plain, [batch(0)], optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), steps=2)
+    assert "made by the backward of /sqrt" in str(cause)
+
+
+def test_its_nodes_have_a_lane() -> None:
+    graph = gr.transform(program("perceptron", "forces"), []).trace(*batch(0))
+    inner = [origin for origin in graph.provenance.origins.values() if origin.lane == "inner"]
+    assert {origin.module for origin in inner} == {"net.0", "net.1", "net.2", "net.3", "net.4", ""}
+    assert "gradients inside, run up" in viz.draw(graph, view="ladder")._repr_svg_()
