@@ -56,7 +56,7 @@ def op_name(node: fx.Node) -> str:
     """
     number: Any = None
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node) and fake_of(node.args[0]) is None:
-        node, number = node.args
+        number, node = node.args[1], node.args[0]
     if node.target is torch.autograd.grad and number is not None and len(node.meta["example_value"]) > 1:
         return f"grad.{number}"
     if isinstance(node.target, str):

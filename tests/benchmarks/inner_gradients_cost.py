@@ -1,6 +1,6 @@
 """The cost of a policy where the forward differentiates itself: steps over those of torch.compile alone.
 
-    python -m tests.benchmarks.inner_gradients_cost [--rounds 25] [--width 256] [--rows 1024]
+    python tests/benchmarks/inner_gradients_cost.py [--rounds 25] [--width 256] [--rows 1024]
 
 A step is forward and backward of a perceptron of three layers, on two threads: ``forces`` has a first derivative in the
 loss, ``heat`` a second one. ``plain`` is torch.compile with Dynamo's switch for torch.autograd.grad, ``eager`` no
@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from torch import nn
 import gradrewrite as gr
 from gradrewrite._compat.inner_gradients import inner_gradients_traced
 from gradrewrite.passes import ClipByNorm
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from models.inner_gradients import LOSSES, Inner
 

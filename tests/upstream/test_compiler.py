@@ -595,7 +595,7 @@ def test_54_dynamo_traces_a_gradient_by_a_switch() -> None:
         torch.compile(_penalty, backend="aot_eager", fullgraph=True)(x, w)
     _traced(_penalty, x, w).backward()
     expected = torch.autograd.grad(_penalty(x, w), w)[0]
-    assert torch.equal(w.grad, expected)  # type: ignore[arg-type]
+    assert torch.equal(w.grad, expected)
 
 
 @pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")
@@ -611,7 +611,7 @@ def test_dynamo_refuses_tensors_that_begin_to_need_a_gradient(begin: Callable[[T
     with inner_gradients.inner_gradients_traced():
         _traced(lambda x, w: _penalty(begin(x), w), x, w).backward()
     expected = torch.autograd.grad(_penalty(x.requires_grad_(), w), w)[0]
-    assert torch.equal(w.grad, expected)  # type: ignore[arg-type]
+    assert torch.equal(w.grad, expected)
 
 
 @pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")

@@ -22,11 +22,11 @@ def clip(g: Tensor) -> Tensor:
     return g * (NORM / norm) if norm > NORM else g
 
 
-def hooked(net: str) -> dict[str, str]:
-    """The modules whose errors are clipped, by norm and by value."""
-    return {"perceptron": ("0", "2"), "normalized": ("2", "3"), "convolutions": ("conv", "norm")}.get(net) or {
-        "attention": ("qkv", "norm"), "recurrent": ("cell", "out"),
-    }[net]  # fmt: skip
+# The modules whose errors are clipped, by norm and by value.
+CLIPPED = {
+    "perceptron": ("0", "2"), "normalized": ("2", "3"), "convolutions": ("conv", "norm"), "attention": ("qkv", "norm"),
+    "recurrent": ("cell", "out"),
+}  # fmt: skip
 
 
 def trained(model: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
@@ -43,7 +43,7 @@ def trained(model: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize(("net", "loss"), PROGRAMS)
 def test_training_is_that_of_eager_hooks(net: str, loss: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_norm, by_value = hooked(net)
+    by_norm, by_value = CLIPPED[net]
     plain, model = program(net, loss), program(net, loss)
     hooks = OuterHooks(plain.net, {by_norm: clip, by_value: lambda g: g.clamp(-VALUE, VALUE)})
     with monkeypatch.context() as patch:

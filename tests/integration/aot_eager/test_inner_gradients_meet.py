@@ -18,7 +18,6 @@ from gradrewrite.passes import (
     ClipPerExample,
     KeepZeros,
     Observe,
-    Offload,
     Recompute,
     Store,
     WeighLosses,
@@ -65,7 +64,7 @@ def test_what_changes_nothing(loss: str, policy: gr.Rule) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*left alone:gradrewrite.RewriteWarning")
 @pytest.mark.parametrize("loss", SEVERAL)
-@pytest.mark.parametrize("action", [Recompute(), Offload(), Store("float32")], ids=["recompute", "offload", "store"])
+@pytest.mark.parametrize("action", [Recompute(), Store("float32")], ids=["recompute", "store"])
 def test_saved_tensors(loss: str, action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_tensors, "SMALL", 17)
     expected = gradients(program("perceptron", loss))
@@ -190,8 +189,8 @@ class Checkpointed(Inner):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         if self.around:
-            return checkpoint(super().forward, x, target, use_reentrant=False)  # type: ignore[no-any-return]
-        return forces(lambda h: checkpoint(self.net, h, use_reentrant=False), x, target)  # type: ignore[arg-type]
+            return checkpoint(super().forward, x, target, use_reentrant=False)
+        return forces(lambda h: checkpoint(self.net, h, use_reentrant=False), x, target)
 
 
 @pytest.mark.parametrize("around", [False, True])
