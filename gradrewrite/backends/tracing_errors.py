@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradrewrite._compat import dynamo, nn_modules
+from gradrewrite._compat import dynamo, inner_gradients, nn_modules
+from gradrewrite._compat.versions import installed_torch
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, TraceError
 from gradrewrite.instrumentation.recurrent import MASKED, PACKED
@@ -42,6 +43,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("data-dependent", "a size, a branch or a Python number depends on the values of a tensor or a NumPy array",
      "make sizes fixed (masks in the place of selections), keep numbers in tensors,"),
 )  # fmt: skip
+_TOO_OLD = (
+    f"torch.autograd.grad inside of a forward is traced from torch {inner_gradients.FIRST_VERSION} on, and torch "
+    f"{installed_torch()} is installed",
+    f"pip install 'torch>={inner_gradients.FIRST_VERSION}',",
+)
 _FULL_HOOKS = (
     "the model has full backward hooks (register_full_backward_hook, register_full_backward_pre_hook), which "
     "torch.compile cannot trace. Take them off, and let the policy do what they do: gr.on('error:0', function) changes "
@@ -106,6 +112,8 @@ def _in_lines(what: str, line: str, way_out: str) -> str:
 
 def _graph_break(text: str, line: str) -> GraphBreakError:
     known = next(((what, way_out) for sign, what, way_out in _REASONS if sign in text), None)
+    if not inner_gradients.IS_KNOWN and "torch.autograd" in text and "grad" in line:
+        known = _TOO_OLD
     if known is None:
         paragraphs = text.strip().split("\n\n")
         sign = "Developer debug context:"

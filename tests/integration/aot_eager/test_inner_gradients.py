@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite._compat import inner_gradients as _compat_inner_gradients
 from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, Observe
 
 from models import inner_gradients
@@ -117,6 +118,21 @@ def test_what_is_refused(kind: str, message: str) -> None:
     model = gr.transform(Refused(kind), [])
     with pytest.raises(gr.GraphBreakError, match=message):
         model(*batch(0))
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.13", reason="traced there")
+def test_older_versions_are_refused() -> None:
+    with pytest.raises(gr.GraphBreakError, match=r"from torch 2\.13 on, and torch .* is installed"):
+        gr.transform(program("perceptron", "forces"), [])(*batch(0))
+
+
+def test_the_error_of_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no switch; here it is off."""
+    monkeypatch.setattr(_compat_inner_gradients, "IS_KNOWN", False)
+    with pytest.raises(
+        gr.GraphBreakError, match=r"from torch 2\.13 on, and torch .* is installed\n.*grad\(.*\n  Pip install"
+    ):
+        gr.transform(program("perceptron", "penalty"), [])(batch(0)[0], batch(0)[1].requires_grad_())
 
 
 def test_evaluation_with_gradients_switched_on() -> None:
