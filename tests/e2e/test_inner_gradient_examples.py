@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
 
 import gradrewrite as gr
-from gradrewrite.examples import forces
+from gradrewrite.examples import forces, gradient_penalty
+from gradrewrite.examples.gradient_penalty import CHECK, PROGRAMS, Critic, gaussians
 
 
 @pytest.mark.long
@@ -38,3 +42,35 @@ def test_close_pairs_spoil_forces_but_for_a_clip_of_errors(capsys: pytest.Captur
     mean = float(learned[1])
     assert errors["plain, no close pair"] < errors["error clip"] < 0.9 * mean
     assert min(errors["plain"], errors["parameter clip"], errors["clip at a layer"]) > errors["error clip"]
+
+
+@pytest.mark.long
+def test_the_check_names_the_root_and_its_line() -> None:
+    torch.manual_seed(0)
+    model = gr.transform(Critic(gradient_penalty.root), [CHECK])
+    with pytest.raises(gr.NonFiniteError) as caught:
+        model(gaussians(8), gaussians(8), torch.rand(8, 1)).backward()
+    lines, start = inspect.getsourcelines(gradient_penalty.root)
+    (offset,) = [number for number, line in enumerate(lines) if "# planted" in line]
+    assert caught.value.op == "/sqrt"
+    assert caught.value.source.startswith(f"{Path(gradient_penalty.__file__).name}:{start + offset} ")
+
+
+@pytest.mark.long
+def test_the_cures_agree() -> None:
+    found = {}
+    for name, (length, policy) in list(PROGRAMS.items())[1:]:
+        torch.manual_seed(0)
+        critic = Critic(length)
+        gr.transform(critic, policy)(gaussians(8), gaussians(8), torch.rand(8, 1)).backward()
+        found[name] = [p.grad for p in critic.parameters()]
+    for gradients in found.values():
+        torch.testing.assert_close(gradients, found["norm"])
+    assert any(gradient.any() for gradient in found["norm"])
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_the_generator_approaches_the_gaussians() -> None:
+    distances = torch.tensor(gradient_penalty.train(*PROGRAMS["norm"], steps=200, seed=0))
+    assert distances[-40:].mean() < 0.6 * distances[:40].mean()
