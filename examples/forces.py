@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[Policy, float]] = {  # the policy, and the bound of torch.
     "clip at a layer": (gr.on("error:layer", ClipByValue(BOUND)), math.inf),
     "error clip": (ERROR_CLIP, math.inf),
 }
-Data = tuple[Tensor, Tensor, Tensor]
+Data = tuple[Tensor, ...]
 
 
 def clusters(count: int, closest: float, seed: int) -> Data:

@@ -31,12 +31,13 @@ def root(gradient: Tensor) -> Tensor:
 
 def root_with_epsilon(gradient: Tensor) -> Tensor:
     """The usual cure: finite at 0."""
-    return (gradient.square().sum(1) + 1e-12).sqrt()
+    return torch.sqrt(gradient.square().sum(1) + 1e-12)
 
 
 def norm(gradient: Tensor) -> Tensor:
     """PyTorch's own norm, whose backward is 0 at 0."""
-    return gradient.norm(dim=1)
+    lengths: Tensor = gradient.norm(dim=1)
+    return lengths
 
 
 PROGRAMS: dict[str, tuple[Callable[[Tensor], Tensor], Policy]] = {
@@ -59,11 +60,13 @@ class Critic(nn.Module):
     def __init__(self, length: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.length, self.net = length, network(1)
-        nn.init.zeros_(self.net[-1].weight)
+        for parameter in self.net[-1].parameters():
+            nn.init.zeros_(parameter)
 
     def distance(self, true: Tensor, made: Tensor) -> Tensor:
         """Return how far apart the points are on average."""
-        return self.net(true).mean() - self.net(made).mean()
+        distance: Tensor = self.net(true).mean() - self.net(made).mean()
+        return distance
 
     def forward(self, true: Tensor, made: Tensor, shares: Tensor) -> Tensor:
         """Return the loss of points ``[rows, 2]``, mixed by shares ``[rows, 1]``."""

