@@ -19,8 +19,9 @@ with needed_for("Dynamo has a handler of requires_grad_, and looks at what a gra
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables.tensor import TensorVariable
 
-FIRST_VERSION = "2.13"  # of torch, whose Dynamo traces torch.autograd.grad
-IS_KNOWN = hasattr(dynamo_config, "trace_autograd_ops")
+FIRST_VERSION = "2.12"  # of torch, whose Dynamo traces torch.autograd.grad and requires_grad_()
+_CHECK = "_check_requires_grad_intermediate_outputs"
+IS_KNOWN = hasattr(dynamo_config, "trace_autograd_ops") and hasattr(OutputGraph, _CHECK)
 
 _OutputGraph: Any = OutputGraph
 _TensorVariable: Any = TensorVariable
@@ -43,8 +44,8 @@ def inner_gradients_traced() -> Iterator[None]:
         stack.enter_context(compile_lock)
         for owner, name, replacement in (
             (_TensorVariable, "method_requires_grad_", _requires_grad_from),
-            (_TensorVariable, "method_backward", _backward_from),
-            (_OutputGraph, "_check_requires_grad_intermediate_outputs", _check_from),
+            (_TensorVariable, "call_method", _call_method_from),
+            (_OutputGraph, _CHECK, _check_from),
         ):
             plain = getattr(owner, name)
             setattr(owner, name, replacement(plain))
@@ -67,12 +68,16 @@ def _requires_grad_from(plain: Any) -> Any:
     return method_requires_grad_
 
 
-def _backward_from(plain: Any) -> Any:
-    def method_backward(*args: Any, **kwargs: Any) -> Any:
-        with dynamo_config.patch(trace_autograd_ops=False):  # it drops create_graph=True
-            return plain(*args, **kwargs)
+def _call_method_from(plain: Any) -> Any:
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "requires_grad_":
+            return self.method_requires_grad_(tx, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            if name == "backward":  # which would drop create_graph=True
+                stack.enter_context(dynamo_config.patch(trace_autograd_ops=False))
+            return plain(self, tx, name, args, kwargs)
 
-    return method_backward
+    return call_method
 
 
 def _check_from(plain: Any) -> Any:

@@ -32,7 +32,7 @@ _BATCHED = (
 _SECOND = (
     "gradients of gradients (a backward through what create_graph=True returned) do not lead through a compiled "
     "backward. Compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True), which is "
-    "a part of the graph (torch 2.13 and later); or with the plain model, model.original, which shares its parameters. "
+    "a part of the graph (torch 2.12 and later); or with the plain model, model.original, which shares its parameters. "
     "What is compiled by itself has a backward of its own: leave regions= out, and graph breaks"
 )
 _CHANGED = (

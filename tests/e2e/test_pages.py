@@ -35,6 +35,7 @@ TESTED_ELSEWHERE = [
     "several-losses",
     "state",
     "uses",
+    "inner-gradients",
     "functions",
     "recipes",
 ]

@@ -587,7 +587,7 @@ def _penalty(x: Tensor, w: Tensor) -> Tensor:
     return g.square().sum()
 
 
-@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")
+@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.12 on")
 def test_54_dynamo_traces_a_gradient_by_a_switch() -> None:
     """Why ``_compat/inner_gradients.py`` sets it."""
     x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -598,7 +598,7 @@ def test_54_dynamo_traces_a_gradient_by_a_switch() -> None:
     assert torch.equal(w.grad, expected)
 
 
-@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")
+@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.12 on")
 @pytest.mark.parametrize(
     ("begin", "message"),
     [(lambda x: x.requires_grad_(), "requires_grad_"), (lambda x: x.detach().requires_grad_(), "source-less")],
@@ -614,7 +614,7 @@ def test_dynamo_refuses_tensors_that_begin_to_need_a_gradient(begin: Callable[[T
     assert torch.equal(w.grad, expected)
 
 
-@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")
+@pytest.mark.skipif(not inner_gradients.IS_KNOWN, reason="Dynamo traces torch.autograd.grad from torch 2.12 on")
 def test_dynamo_drops_create_graph_of_a_backward() -> None:
     """Why ``_compat/inner_gradients.py`` refuses ``loss.backward()`` in a forward."""
 
