@@ -14,7 +14,6 @@ from gradrewrite._compat.versions import needed_for
 with needed_for("Dynamo represents what the traced program computes by variables"):
     from torch._dynamo.variables import LazyVariableTracker, TensorVariable
     from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.hashable import HashableTracker
 with needed_for("Dynamo traces a call of a module by a method, inside of an entry of the stack of modules"):
     from torch._dynamo.variables import nn_module as traced_modules
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
@@ -116,6 +115,7 @@ def _parts_of(item: Any, tx: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 def _name_of(key: Any) -> tuple[str, ...]:
     """Return the name of an attribute, or the key of a mapping; nothing for another object."""
-    if isinstance(key, HashableTracker):
-        key = key.vt.as_python_constant() if key.vt.is_python_constant() else None
+    variable = getattr(key, "vt", None)  # of a key that Dynamo has wrapped, in a class whose module differs by version
+    if isinstance(variable, VariableTracker):
+        key = variable.as_python_constant() if variable.is_python_constant() else None
     return (str(key),) if isinstance(key, (str, int)) else ()

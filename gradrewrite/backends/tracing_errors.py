@@ -112,7 +112,7 @@ def _in_lines(what: str, line: str, way_out: str) -> str:
 
 def _graph_break(text: str, line: str) -> GraphBreakError:
     known = next(((what, way_out) for sign, what, way_out in _REASONS if sign in text), None)
-    if not inner_gradients.IS_KNOWN and "torch.autograd" in text and "grad" in line:
+    if not inner_gradients.IS_KNOWN and ("requires_grad_" in text or ("torch.autograd" in text and "grad" in line)):
         known = _TOO_OLD
     if known is None:
         paragraphs = text.strip().split("\n\n")

@@ -13,6 +13,9 @@ from gradrewrite.passes import CheckFinite, ClipByNorm, ClipByValue, Observe
 from models import inner_gradients
 from models.inner_gradients import PROGRAMS, Inner, OuterHooks, batch, program
 
+TRACED = pytest.mark.skipif(
+    not _compat_inner_gradients.IS_KNOWN, reason="torch.autograd.grad in a forward is traced from torch 2.12 on"
+)
 COMPILED = [False, pytest.param(True, marks=pytest.mark.inductor)]
 STEPS = 20
 NORM, VALUE = 1e-5, 1e-3
@@ -41,6 +44,7 @@ def trained(model: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
     return losses
 
 
+@TRACED
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize(("net", "loss"), PROGRAMS)
 def test_training_is_that_of_eager_hooks(net: str, loss: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +72,7 @@ def test_training_is_that_of_eager_hooks(net: str, loss: str, compiled: bool, mo
     assert min(rewritten.monitor.history(f"factor@error:net.{by_norm}")) < 1
 
 
+@TRACED
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_without_a_policy_nothing_changes(compiled: bool) -> None:
     plain, model = program("perceptron", "heat"), program("perceptron", "heat")
@@ -106,6 +111,7 @@ class Refused(Inner):
         return net(x).sum(), x.flatten()
 
 
+@TRACED
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -120,12 +126,13 @@ def test_what_is_refused(kind: str, message: str) -> None:
         model(*batch(0))
 
 
-@pytest.mark.skipif(torch.__version__ >= "2.12", reason="traced there")
+@pytest.mark.skipif(_compat_inner_gradients.IS_KNOWN, reason="traced there")
 def test_older_versions_are_refused() -> None:
     with pytest.raises(gr.GraphBreakError, match=r"from torch 2\.12 on, and torch .* is installed"):
         gr.transform(program("perceptron", "forces"), [])(*batch(0))
 
 
+@TRACED
 def test_the_error_of_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no switch; here it is off."""
     monkeypatch.setattr(_compat_inner_gradients, "IS_KNOWN", False)
@@ -135,6 +142,7 @@ def test_the_error_of_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         gr.transform(program("perceptron", "penalty"), [])(batch(0)[0], batch(0)[1].requires_grad_())
 
 
+@TRACED
 def test_evaluation_with_gradients_switched_on() -> None:
     plain, model = program("perceptron", "forces"), gr.transform(program("perceptron", "forces"), [])
     with torch.no_grad():
