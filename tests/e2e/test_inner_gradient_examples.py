@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 import gradrewrite as gr
 from gradrewrite.examples import forces, gradient_penalty, physics_informed
 from gradrewrite.examples.gradient_penalty import CHECK, PROGRAMS, Critic, gaussians
+from gradrewrite.passes import CheckFinite, ClipByNorm
 
 
 @pytest.mark.long
@@ -98,6 +100,37 @@ def test_weights_of_losses_are_those_of_two_backwards() -> None:
     weights = torch.tensor([latest[f"loss_weight_{number}@group:default"] for number in range(2)], dtype=torch.float64)
     torch.testing.assert_close(found, weights @ both, rtol=1e-5, atol=1e-8)
     assert (weights - 1).abs().min() > 0.1
+
+
+def made(example: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return the model of an example in float64, and a batch."""
+    torch.manual_seed(0)
+    if example == "forces":
+        return forces.Potential().double(), tuple(one.double() for one in forces.clusters(8, 1.0, 1))
+    points = gaussians(8).double(), gaussians(8).double()
+    if example == "gradient_penalty":
+        return Critic(gradient_penalty.norm).double(), (*points, torch.rand(8, 1, dtype=torch.float64))
+    given = 2 * torch.rand(3, 16, dtype=torch.float64) - 1
+    return physics_informed.Burgers().double(), (given[0], given[1].abs(), given[2])
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.inductor, pytest.mark.slow])])
+@pytest.mark.parametrize("example", ["forces", "gradient_penalty", "physics_informed"])
+def test_twenty_steps_are_those_of_eager_pytorch(example: str, compiled: bool) -> None:
+    (plain, inputs), (net, _) = made(example), made(example)
+    model = gr.transform(net, [gr.on("error:*", ClipByNorm(1e9)), gr.on("gradient:*", CheckFinite())])
+    if compiled:
+        model.compile()
+    for run, owner in ((plain, plain), (model, net)):
+        optimizer = torch.optim.Adam(owner.parameters(), lr=1e-3)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = run(*inputs)
+            (sum(loss) if isinstance(loss, tuple) else loss).backward()
+            optimizer.step()
+    near = 1e-6 if compiled else 1e-10
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=near, atol=near)
 
 
 @pytest.mark.pure

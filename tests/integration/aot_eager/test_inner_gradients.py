@@ -88,6 +88,15 @@ def test_without_a_policy_nothing_changes(compiled: bool) -> None:
         torch.testing.assert_close(p.grad, q.grad, **tolerance)
 
 
+@TRACED
+def test_the_switch_is_that_of_these_models_alone() -> None:
+    model = program("perceptron", "penalty")
+    gr.transform(model, [])(*batch(0)).backward()
+    assert not torch._dynamo.config.trace_autograd_ops
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="trace_autograd_ops"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0)[0].requires_grad_(), batch(0)[1])
+
+
 class Refused(Inner):
     def __init__(self, kind: str) -> None:
         super().__init__(inner_gradients.perceptron().double(), getattr(self, f"_{kind}"))
