@@ -657,7 +657,7 @@ def test_history_by_iteration() -> None:
     assert [len(row) for row in monitor.history("max@error:rec.l0/gates", per="iteration")] == [3, 3, 3]
     with pytest.raises(KeyError, match=r"nearest: norm@error:rec\.l0/h"):
         monitor.history("norm@error:rec.l1/h", per="iteration")
-    with pytest.raises(ValueError, match='per is "backward", "step" or "iteration", got \'iterations\''):
+    with pytest.raises(ValueError, match='per is "backward", "step", "iteration" or "element", got \'iterations\''):
         monitor.history("norm@error:rec.l0/h", per="iterations")  # type: ignore[call-overload]
 
 
