@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradrewrite._compat import aot_autograd, autograd, fake_tensors, inductor, nn_modules
-from gradrewrite._compat.inner_gradients import inner_gradients_traced
 from gradrewrite._eager_groups import EagerGroups
 from gradrewrite._eager_reads import EagerReads
 from gradrewrite._eager_recurrent import RECURRENT, run_recurrent
@@ -272,7 +271,7 @@ def _plain_error(model: nn.Module, held: Any, loss_fn: Loss | None, *, compiled:
     eager, traced = copy.deepcopy(model), copy.deepcopy(model)
     backend, options = ("inductor", {"fallback_random": True}) if compiled else (aot_autograd.compile_plain, None)
     run = inductor.compiled_alone(traced, backend=backend, options=options)
-    with kept_random_state(), inner_gradients_traced():
+    with kept_random_state():
         got = _run(run, traced, held, loss_fn)
     wanted = _run(eager, eager, held, loss_fn)
     largest = 0.0

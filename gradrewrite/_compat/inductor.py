@@ -18,6 +18,7 @@ from gradrewrite._compat.aot_autograd import (
 from gradrewrite._compat.combined_kernels import combined_kernels, mark
 from gradrewrite._compat.donated_buffers import preserve_donated
 from gradrewrite._compat.fake_tensors import describe_nodes, fake_mode_of
+from gradrewrite._compat.inner_gradients import inner_gradients_traced
 from gradrewrite._compat.versions import needed_for
 
 
@@ -247,7 +248,13 @@ def compiled_alone(
 
     run.__code__ = run.__code__.replace(co_name="plain_model")
     is_whole = not any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
-    return torch.compile(run, backend=backend, options=options, fullgraph=is_whole)
+    compiled = torch.compile(run, backend=backend, options=options, fullgraph=is_whole)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with inner_gradients_traced():
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def num_generated_kernels() -> int:

@@ -34,6 +34,7 @@ from gradrewrite.backends.tracing_errors import in_place_named
 from gradrewrite.distributed.layouts import InputLayouts
 from gradrewrite.errors import GraphBreakError, NotRewrittenError, PolicyError, RewriteError, TraceError
 from gradrewrite.instrumentation.dynamo_nodes import is_nested_region, positions_of, returned_inputs
+from gradrewrite.instrumentation.inner_gradients import check_inner_gradients
 from gradrewrite.instrumentation.naming import may_answer_at_ops, number_loops
 from gradrewrite.instrumentation.op_probes import insert_op_probes, tracing_ops
 from gradrewrite.instrumentation.probes import calls_around, erase_notes, insert_probes, region_call, tracing
@@ -158,6 +159,7 @@ def marking(
             measured=measured,
             calls_before={} if is_whole or region is not None else dict(session.calls.counts),
         )
+        check_inner_gradients(gm)
         compilation.roll(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
         masks = [placeholders[n] for n, given in compilation.inputs.items() if given.is_mask]

@@ -37,9 +37,9 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
      "compute what it leaves in .grad by torch.autograd.grad(loss, inputs, create_graph=True),"),
     ("returning intermediate with requires_grad_()",
      "the forward returns a tensor that began to need a gradient inside of it, by requires_grad_()",
-     "return what is computed from it, or a copy: x.detach(),"),
+     "return what is computed from it, or a copy: x.detach(); call requires_grad_() of inputs before the forward,"),
     ("autograd.grad consumed", "torch.autograd.grad frees values that the backward of the result needs",
-     "pass create_graph=True, or retain_graph=True where the gradient is used as a constant,"),
+     "pass create_graph=True, or retain_graph=True where the gradient is a constant; evaluate under no_grad(),"),
     ("data-dependent", "a size, a branch or a Python number depends on the values of a tensor or a NumPy array",
      "make sizes fixed (masks in the place of selections), keep numbers in tensors,"),
 )  # fmt: skip

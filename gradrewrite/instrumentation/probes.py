@@ -28,6 +28,7 @@ from gradrewrite.instrumentation.dynamo_nodes import (
     op_name,
     returns_its_input,
 )
+from gradrewrite.instrumentation.inner_gradients import differentiated_inside
 from gradrewrite.instrumentation.module_names import ModuleNames
 from gradrewrite.instrumentation.recurrent import loops_in
 from gradrewrite.instrumentation.source_locations import source_of
@@ -97,8 +98,10 @@ def erase_notes(gm: fx.GraphModule) -> None:
             module.recompile()
 
 
-def _probe(x: Tensor, number: int) -> None:
+def _probe(x: Tensor | None, number: int) -> None:
     tracing = _tracing.get()
+    if x is None:  # a gradient that torch.autograd.grad does not find
+        return
     if tracing is None or not make_fx.is_tracing() or autograd.is_transformed(x) or tracing.knows(x, number):
         return
     progress = tracing.progress
@@ -288,10 +291,12 @@ class _Reader:
         self.values: list[Value] = []
         self._checkpoints: tuple[fx.Node, ...] = ()  # around the node that is read
         self._parts: set[fx.Node] = set()
+        self._differentiated: set[fx.Node] = set()  # that a gradient inside of the forward depends on
         self._current: dict[int, Value] = {}  # by identity of the fake tensor: in-place ops make a new value
 
     def read(self, gm: fx.GraphModule, outer: _Outer, *, is_body: bool) -> None:
         aliases = Aliases(gm.graph)
+        self._differentiated |= differentiated_inside(gm)
         for node in list(gm.graph.nodes):
             if node.op == "output" and not is_body:  # what a body returns is used at the checkpoint
                 for value in self._use(node, (), outer, self._returned):
@@ -385,6 +390,8 @@ class _Reader:
             target = target.all_input_nodes[0]
         around = (node, *self._checkpoints)
         others = (_is_read(one, around) for one in (target, outer.get(target, target)))
+        if node in self._differentiated:  # a gradient inside may be asked for it: it stays the same tensor
+            return False
         return any(others) and _is_read(node) and not Aliases(node.graph).writes_behind(target, node)
 
     def _name_path(self, node: fx.Node, target: fx.Node, fake: Tensor, name: str) -> None:
@@ -415,6 +422,8 @@ class _Reader:
         given, made = fake_of(outer.get(node.all_input_nodes[0], node.all_input_nodes[0])), fake_of(node)
         if given is not None and made is not None and id(given) in self._current:
             self._current[id(made)] = self._current[id(given)]
+        if node in self._differentiated:  # traced, it would be a copy, of which a gradient is another one
+            node.replace_all_uses_with(node.all_input_nodes[0])
 
     def _is_part(self, node: fx.Node, fake: Tensor) -> bool:
         """Whether a plain value was taken out of a sharded DTensor, or computed from such a value."""

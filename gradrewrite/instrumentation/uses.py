@@ -21,6 +21,7 @@ from gradrewrite.instrumentation.dynamo_nodes import (
     op_name,
     returns_its_input,
 )
+from gradrewrite.instrumentation.inner_gradients import is_inner_gradient
 from gradrewrite.instrumentation.module_names import ModuleNames
 from gradrewrite.instrumentation.naming import name_values
 from gradrewrite.instrumentation.probes import add_probe, add_use, calls_around, is_use, probed, region_call
@@ -140,6 +141,8 @@ class _Reader:
                 body, inside = checkpoint_body(gm, node, outer)
                 calls = calls_around(node, self._names, self._region)
                 self.read(body, inside, (*checkpoints, (node, calls)))
+            elif is_inner_gradient(node):
+                continue  # it is given tensors to know them, and another one would be none of those
             elif returns_its_input(node):
                 given = node.all_input_nodes[0]
                 value = self._current.get(id(fake_of(outer.get(given, given))))

@@ -264,3 +264,134 @@ def test_its_nodes_have_a_lane() -> None:
     inner = [origin for origin in graph.provenance.origins.values() if origin.lane == "inner"]
     assert {origin.module for origin in inner} == {"net.0", "net.1", "net.2", "net.3", "net.4", ""}
     assert "gradients inside, run up" in viz.draw(graph, view="ladder")._repr_svg_()
+
+
+class Residual(nn.Module):
+    """A gradient for the result of what hands its input on, which is read as well."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.middle, self.b = nn.Linear(3, 4), middle, nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.middle(h)
+        energy = self.b(y).sum() + h.square().sum()
+        return torch.autograd.grad(energy, y, create_graph=True)[0].square().sum()
+
+
+class Tap(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return gr.tap(x, "tapped")
+
+
+@pytest.mark.parametrize("middle", [nn.Identity(), nn.Dropout(0.0), nn.Dropout(0.5).eval(), Tap()])
+def test_what_hands_its_input_on_is_the_same_tensor(middle: nn.Module) -> None:
+    plain = Residual(middle).double()
+    loss = plain(*batch(0))
+    assert torch.equal(gr.transform(plain, [])(*batch(0)), loss)
+    assert_plain(plain, gr.on("error:*", ClipByNorm(1e9)))
+
+
+class OfHidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        h = self.a(x)
+        energy = self.b(h.tanh()).sum()
+        gradients = torch.autograd.grad(energy, (h, target), create_graph=True, allow_unused=True)
+        assert gradients[1] is None
+        return (h * gradients[0]).square().sum() + energy
+
+
+def test_uses_of_what_is_differentiated() -> None:
+    x, target = batch(0)
+    plain = OfHidden().double()
+    loss = plain(x, target.requires_grad_())
+    model = gr.transform(plain, gr.on("error:*->*/*", Observe("norm")))
+    torch.testing.assert_close(model(x, target), loss)
+    model(x, target).backward()
+    assert {key.partition("@")[2] for key in model.monitor.latest()} >= {"error:a->/tanh", "error:a->/mul"}
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_custom_functions_are_refused_where_they_are_differentiated_twice(is_constant: bool) -> None:
+    def loss(net: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy: Tensor = Cube.apply(net(x)).sum()  # type: ignore[no-untyped-call]
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=not is_constant, retain_graph=True)
+        return energy * gradient.square().mean()
+
+    torch.manual_seed(0)
+    plain = Inner(perceptron(), loss).double()
+    if is_constant:
+        assert_plain(plain, gr.on("error:*", ClipByNorm(1e9)))
+        return
+    with pytest.raises(gr.TraceError, match=r"Function is differentiated twice.*\n.*apply\(.*\n  Write it with"):
+        gr.transform(plain, [])(*batch(0))
+
+
+class Energy(nn.Module):
+    """Energy and forces; in evaluation the gradient frees what it has used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = perceptron()
+
+    @torch.enable_grad()
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.net(x).sum()
+        return energy, -torch.autograd.grad(energy, x, create_graph=self.training)[0]
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_evaluation_of_forces(compiled: bool) -> None:
+    plain = Energy().double().eval()
+    model = gr.transform(plain, gr.on("error:*", ClipByNorm(1.0)))
+    if compiled:
+        model.compile()
+    with torch.no_grad():
+        torch.testing.assert_close([t.detach() for t in model(batch(0)[0])], [t.detach() for t in plain(batch(0)[0])])
+
+
+@pytest.mark.filterwarnings("ignore:.*the tracer skipped a region:gradrewrite.RewriteWarning")
+@pytest.mark.parametrize("of_input", [False, True])
+def test_a_graph_break_takes_nothing_from_it(of_input: bool) -> None:
+    def loss(net: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        h = x.requires_grad_() if of_input else x.detach().requires_grad_() * 2
+        torch._dynamo.graph_break()
+        y = net(h).sum()
+        return y + torch.autograd.grad(y * y, h, create_graph=True)[0].sum() if h.requires_grad else y
+
+    torch.manual_seed(0)
+    plain = Inner(perceptron(), loss).double()
+    expected = plain(*batch(0))
+    torch.testing.assert_close(gr.transform(plain, [], fullgraph=False)(*batch(0)), expected)
+
+
+def test_an_input_that_begins_to_need_a_gradient_for_the_caller_is_refused() -> None:
+    model = gr.transform(Inner(perceptron(), lambda net, x, _: net(x.requires_grad_()).sum()).double(), [])
+    with pytest.raises(gr.GraphBreakError, match=r"call requires_grad_\(\) of inputs before the forward"):
+        model(*batch(0))
+
+
+def test_the_empty_policy_is_inert() -> None:
+    gr.testing.assert_inert(program("perceptron", "penalty"), *batch(0), compiled=False)
