@@ -334,7 +334,7 @@ class Cube(torch.autograd.Function):
 def test_custom_functions_are_refused_where_they_are_differentiated_twice(is_constant: bool) -> None:
     def loss(net: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
-        energy: Tensor = Cube.apply(net(x)).sum()  # type: ignore[no-untyped-call]
+        energy: Tensor = Cube.apply(net(x)).sum()
         (gradient,) = torch.autograd.grad(energy, x, create_graph=not is_constant, retain_graph=True)
         return energy * gradient.square().mean()
 
