@@ -1,4 +1,4 @@
-"""Train a potential on energies and forces, where a few atoms came too close to each other.
+"""Train a potential on energies and forces, some of colliding atoms.
 
 An invariant graph network gives the energy of a cluster of atoms; the forces, which the loss compares too, are minus
 the gradient of it at the positions, by ``torch.autograd.grad`` in the forward. Energies and forces are those of

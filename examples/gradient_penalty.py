@@ -35,7 +35,7 @@ def root_with_epsilon(gradient: Tensor) -> Tensor:
 
 
 def norm(gradient: Tensor) -> Tensor:
-    """PyTorch's own norm, whose backward is 0 at 0."""
+    """PyTorch's own norm; its backward is 0 at 0."""
     lengths: Tensor = gradient.norm(dim=1)
     return lengths
 
@@ -64,7 +64,7 @@ class Critic(nn.Module):
             nn.init.zeros_(parameter)
 
     def distance(self, true: Tensor, made: Tensor) -> Tensor:
-        """Return how far apart the points are on average."""
+        """Return the mean distance of the points."""
         distance: Tensor = self.net(true).mean() - self.net(made).mean()
         return distance
 
@@ -104,7 +104,7 @@ def train(length: Callable[[Tensor], Tensor], policy: Policy, steps: int, seed: 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train each program, and print what the check says, or the distances."""
+    """Train each program; print the check's error, or the distances."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="updates of the generator")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Train a network to solve the equation of Burgers, whose residual outweighs its initial values.
+"""Train a network to solve the equation of Burgers.
 
 The network is the solution ``u(x, t)`` of ``u_t + u u_x = v u_xx`` from ``-sin(pi x)``, which becomes steep in the
 middle. Its derivatives are those of ``torch.autograd.grad`` in the forward, the second one a gradient of a gradient.
@@ -32,7 +32,7 @@ WAYS: dict[str, tuple[Policy, float]] = {  # the policy, and a factor of the con
 
 
 class Burgers(nn.Module):
-    """The solution as a network, whose forward returns two losses."""
+    """The solution as a network; its forward returns two losses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ class StackReader:
         key = tuple(lists), len(rows[0]), is_vector
         if key not in self._stacks:
             self._stacks[key] = tuple(
-                elements_of(address, len(rows[0])) if is_vector else iterations_of(*_split(address), len(rows[0]))
+                elements_of(address, len(rows[0])) if is_vector else iterations_of(*split_call(address), len(rows[0]))
                 for address in lists
             )
         stack = self._stacks[key]
@@ -151,15 +151,15 @@ def summed_up(records: Mapping[str, float], stacks: Sequence[Stack]) -> dict[str
 
 def _number_of(address: str) -> int:
     element = split_element(address)[1]
-    return _split(address)[1] if element is None else element
+    return split_call(address)[1] if element is None else element
 
 
 def base_of(address: str) -> str:
     """Return an address without the number of a call."""
-    return _split(address)[0]
+    return split_call(address)[0]
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_call(address: str) -> tuple[str, int]:
     """Return the address without the number of a call, and the number."""
     base, _, number = address.rpartition("#")
     return (base, int(number)) if base and number.isdecimal() else (address, 0)

@@ -18,6 +18,7 @@ from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.run_file import checked_config
 from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
+from gradrewrite.diagnostics.stacked_records import split_call
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import KEPT, OnFailure
@@ -66,12 +67,6 @@ def _by_number(
     if rows and not any(name in row for row in rows for name in numbers.values()):
         raise _no_record(address, [name for row in rows for name in row])
     return [[row.get(numbers.get(n, ""), math.nan) for n in range(max(numbers, default=-1) + 1)] for row in rows]
-
-
-def _split_call(address: str) -> tuple[str, int]:
-    """Return the address without the number of a call, and the number."""
-    start, _, number = address.rpartition("#")
-    return (start, int(number)) if number.isdecimal() else (address, 0)
 
 
 def _no_record(address: str, known: Sequence[str]) -> KeyError:
@@ -259,7 +254,7 @@ class Monitor:
                 steps = _by_update(records, "step").values()
                 rows = [{str(key): v for key, v in _combined(step).figures().items()} for step in steps]
         if per in ("iteration", "element"):
-            return _by_number(rows, address, _split_call if per == "iteration" else split_element)
+            return _by_number(rows, address, split_call if per == "iteration" else split_element)
         if rows and not any(address in row for row in rows):
             raise _no_record(address, [name for row in rows for name in row])
         return [row.get(address, math.nan) for row in rows]

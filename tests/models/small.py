@@ -24,6 +24,20 @@ class Lambda(nn.Module):
         return self.function(self, x)
 
 
+class CellLoop(nn.Module):
+    """A GRU cell in a Python loop over ``[T, B, 3]``, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[1], 4)
+        for row in x.unbind(0):
+            h = self.cell(row, h)
+        return h.square().sum()
+
+
 class TwoLayers(nn.Module):
     """``two(tanh(one(x)))``.
 

@@ -395,3 +395,24 @@ def test_an_input_that_begins_to_need_a_gradient_for_the_caller_is_refused() -> 
 
 def test_the_empty_policy_is_inert() -> None:
     gr.testing.assert_inert(program("perceptron", "penalty"), *batch(0), compiled=False)
+
+
+def test_the_limits_of_the_page() -> None:
+    """Rules act on constant gradients through regions; hooks on parameters do not act inside."""
+
+    def constant(net: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(net(x).sum(), x)
+        return net(x.detach() + gradient).square().sum()
+
+    torch.manual_seed(0)
+    plain, rule = Inner(perceptron(), constant).double(), gr.on("error:net.0", lambda g: -5 * g)
+    loss = plain(*batch(0))
+    assert torch.equal(gr.transform(copy.deepcopy(plain), rule)(*batch(0)), loss)
+    assert not torch.allclose(gr.transform(copy.deepcopy(plain), rule, regions=["net"])(*batch(0)), loss)
+
+    hooked = program("perceptron", "gradient_of_parameters")
+    loss = hooked(*batch(0))
+    next(hooked.parameters()).register_hook(lambda g: 10 * g)
+    assert not torch.allclose(hooked(*batch(0)), loss)
+    torch.testing.assert_close(gr.transform(hooked, [])(*batch(0)), loss)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import Every, Keep
 
+from models.small import CellLoop
+
 COMPILED = [False, pytest.param(True, marks=pytest.mark.inductor)]
 
 
@@ -106,22 +108,10 @@ def test_step_sites(compiled: bool) -> None:
     assert all(torch.equal(value, plain[site[5:]].abs() > 0.1) for site, value in found.items())
 
 
-class Loop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(3, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(x.shape[1], 4)
-        for row in x.unbind(0):
-            h = self.cell(row, h)
-        return h.square().sum()
-
-
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_each_iteration_of_a_loop_keeps_its_own(compiled: bool) -> None:
     torch.manual_seed(0)
-    layer, x, found = Loop(), torch.randn(5, 2, 3, dtype=torch.float64), []
+    layer, x, found = CellLoop(), torch.randn(5, 2, 3, dtype=torch.float64), []
     for loops in ("unrolled", "rolled"):
         model = gr.transform(layer, gr.on("error:cell*", masked), loops=loops)
         if compiled:

@@ -20,6 +20,8 @@ from gradrewrite.numerics import philox
 from gradrewrite.passes import CheckFinite, Keep
 from gradrewrite.testing import assert_matches_eager
 
+from models.small import CellLoop
+
 COMPILED = [False, pytest.param(True, marks=pytest.mark.inductor)]
 COUNT = 1 << 14
 
@@ -158,24 +160,10 @@ def test_a_new_shape_goes_on_with_the_next_numbers() -> None:
     assert not torch.equal(first, second)
 
 
-class Loop(nn.Module):
-    """A cell in a Python loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(3, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(x.shape[1], 4)
-        for row in x.unbind(0):
-            h = self.cell(row, h)
-        return h.square().sum()
-
-
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_rolled_loops_draw_the_numbers_of_unrolled_ones(compiled: bool) -> None:
     torch.manual_seed(0)
-    layer, xs = Loop(), [torch.randn(n, 2, 3, dtype=torch.float64) for n in (5, 3, 7, 5)]
+    layer, xs = CellLoop(), [torch.randn(n, 2, 3, dtype=torch.float64) for n in (5, 3, 7, 5)]
 
     def act(g: Tensor) -> Tensor:
         gr.record("first", gr.uniform(g).flatten()[0])

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import gradrewrite as gr
 from gradrewrite.passes import Every
 
+from models.small import CellLoop
+
 COMPILED = [False, pytest.param(True, marks=pytest.mark.inductor)]
 X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3)
 
@@ -112,24 +114,12 @@ def test_other_logs_have_three_figures() -> None:
     )
 
 
-class Loop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell = nn.GRUCell(3, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(x.shape[1], 4)
-        for row in x.unbind(0):
-            h = self.cell(row, h)
-        return h.square().sum()
-
-
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_each_iteration_of_a_loop_has_its_own(compiled: bool, tmp_path: Path) -> None:
     x, found, figures = torch.randn(5, 2, 3, dtype=torch.float64), [], []
     for loops in ("unrolled", "rolled"):
-        model = gr.transform(Loop(), gr.on("error:cell*", largest), loops=loops)
+        torch.manual_seed(0)
+        model = gr.transform(CellLoop(), gr.on("error:cell*", largest), loops=loops)
         if compiled:
             model.compile()
         model.monitor.to_jsonl(tmp_path / f"{loops}.jsonl")
