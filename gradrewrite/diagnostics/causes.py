@@ -12,6 +12,7 @@ Kind = Literal[
     "large error", "underflow", "clip too low", "non-finite", "faulty input", "faulty loss", "faulty learning rate",
     "stored error", "clip acts always", "clip sets the values", "stalls", "diverges", "not judged", "healthy",
     "too short", "no records", "learns", "untrained", "unknown",
+    "no gradient", "trained unasked", "not in the optimizer", "optimizer setting", "constant vanishes",
 ]  # fmt: skip
 Outcome = Literal["learns", "stalls", "diverges", "non-finite", "untrained", "unknown"]
 Gravity = Literal["sound", "mild", "grave", "first"]  # mild: it leaves room for other causes; first: it began before
@@ -86,6 +87,11 @@ KINDS: Mapping[Kind, KindOfCause] = {
         advice="Look at the schedule at that step: a division by zero, or a step beyond its end.",
         is_non_finite=True,
     ),
+    "no gradient": KindOfCause("Parameters without a gradient"),
+    "trained unasked": KindOfCause("Parameters are trained unasked"),
+    "not in the optimizer": KindOfCause("Parameters that the optimizer does not hold"),
+    "optimizer setting": KindOfCause("A setting of the optimizer"),
+    "constant vanishes": KindOfCause("A constant vanishes in its dtype"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Audit of a training step: parameters without a gradient, and the reasons."""
