@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from gradrewrite._diagnosis import Diagnosis as Diagnosis
     from gradrewrite._diagnosis import diagnose as diagnose
     from gradrewrite._locate import locate as locate
+    from gradrewrite.auditing.verdicts import Audit as Audit
+    from gradrewrite.auditing.verdicts import audit as audit
     from gradrewrite.backends.backend import Backend as Backend
     from gradrewrite.backends.backend import backend as backend
     from gradrewrite.backends.explanation import Explanation as Explanation
@@ -74,6 +76,7 @@ _PUBLIC = {
     "_compare": "compare",
     "_diagnosis": "Diagnosis diagnose",
     "_locate": "locate",
+    "auditing.verdicts": "Audit audit",
     "backends.backend": "Backend backend",
     "backends.explanation": "Explanation GraphReport",
     "backends.state_dict": "load_state_dict state_dict",

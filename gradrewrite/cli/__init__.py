@@ -25,6 +25,7 @@ _COMMANDS = {
     "doctor": "findings",
     "demo": "demo",
     "diagnose": "diagnosis",
+    "audit": "diagnosis",
     "diff": "differences",
     "selftest": "selftest",
     "help": "pages",
@@ -142,6 +143,16 @@ def _add_trainings(commands: _Commands) -> None:
         "--try", action="store_true", dest="try_clips", help="train with a global clip and the policy too"
     )
     diagnose.add_argument("--out", type=Path, default=Path("diagnosis.html"), help=".html (default: diagnosis.html)")
+    audit = commands.add_parser("audit", help="list the parameters that a training step does not train, and say why")
+    audit.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")
+    audit.add_argument("--input", required=True, metavar="module:batch", help="makes one batch, or is one")
+    loss = "(model, *args, **kwargs) -> scalar (default: what the model returns)"
+    audit.add_argument("--loss", metavar="module:compute_loss", help=loss)
+    audit.add_argument("--optimizer", metavar="module:optimizer", help="makes it from parameters (default: none)")
+    audit.add_argument("--trained", nargs="+", metavar="PATTERN", help="names meant to be trained, as '*.lora_*'")
+    audit.add_argument("--steps", type=int, default=3, help="eager steps at most; 0 runs nothing (default: 3)")
+    audit.add_argument("--json", action="store_true", help="print a JSON object")
+    audit.add_argument("--out", type=Path, metavar="audit.html", help="write a page too")
     demo = commands.add_parser("demo", help="train two models that explode, with and without clipping in the backward")
     demo.add_argument("--out", type=Path, default=Path("gradrewrite_demo"), help="default: gradrewrite_demo")
     selftest = commands.add_parser("selftest", help="check that this installation works, with its torch and compiler")

@@ -1,12 +1,15 @@
-"""The command on a short training: diagnose."""
+"""The commands on a model and its training: diagnose and audit."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradrewrite._diagnosis import diagnose as diagnosis_of
+from gradrewrite.auditing.verdicts import audit as audit_of
 from gradrewrite.cli.loading import load, made
 from gradrewrite.cli.messages import Refused, split_ending
 
@@ -29,3 +32,25 @@ def diagnose(options: argparse.Namespace) -> None:
         print(found.render(name))
     except OSError as err:
         raise Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+
+
+def audit(options: argparse.Namespace) -> int:
+    """Print the audit of a training step; return 1 if it has faults, else 0."""
+    model = made(options.model, "the model", nn.Module)
+    given = made(options.input, "the batch", (Tensor, tuple, Mapping))
+    args = given if isinstance(given, tuple) else () if isinstance(given, Mapping) else (given,)
+    kwargs = given if isinstance(given, Mapping) else {}
+    loss = load(options.loss, "the loss") if options.loss is not None else None
+    optimizer = load(options.optimizer, "the optimizer") if options.optimizer is not None else None
+    settings = {"compute_loss": loss, "optimizer": optimizer, "trained": options.trained, "steps": options.steps}
+    try:
+        found = audit_of(model, *args, **settings, **kwargs)
+    except (TypeError, ValueError) as err:
+        raise Refused(str(err)) from err
+    print(json.dumps(found.to_json(), indent=1, allow_nan=False) if options.json else found)
+    if options.out is not None:
+        try:
+            found.render(options.out)
+        except OSError as err:
+            raise Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
+    return 1 if found.causes else 0

@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def vanishing_constants(graphs):
+    return []

@@ -1,0 +1,161 @@
+"""Eager training steps of a model, with all state given back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradrewrite._utils.tensors import kept_random_state, tensors_in
+from gradrewrite.auditing.step_graphs import ComputeLoss, loss_in
+
+_STEP_SIZE = 0.01  # of an update, relative to the size of a parameter, or to 1 where that is 0
+_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}  # of a bias's gradient to that of its weight
+
+
+@dataclass
+class EagerSteps:
+    """The gradients of some eager steps.
+
+    Attributes:
+        got: Names of the parameters with a gradient.
+        nonzero: Names of those with a gradient that was not 0 throughout.
+        rounding: Names of biases with gradients of the size of rounding errors.
+        kept: The gradients of each step of the parameters that were asked for.
+        num_steps: Number of the steps.
+    """
+
+    got: set[str] = field(default_factory=set)
+    nonzero: set[str] = field(default_factory=set)
+    rounding: set[str] = field(default_factory=set)
+    kept: list[dict[str, Tensor]] = field(default_factory=list)
+    num_steps: int = 0
+
+
+def run_eager_steps(
+    model: nn.Module,
+    compute_loss: ComputeLoss | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    steps: int,
+    keep: Collection[str] = (),
+    written: Collection[int] | None = None,
+) -> EagerSteps:
+    """Run up to some eager steps on one batch, until no gradient that there is is 0 throughout.
+
+    Between them each parameter is moved by 1 % of its size against its gradient: zeros of a first step that are gone
+    by then (LoRA with B = 0, a gate of 0) are none. Parameters, gradients, buffers, inputs and random state are given
+    back bit for bit; the memory of Python objects is not. ``written`` has the identities of the parameters and inputs
+    that the forward overwrites; None if that is not known, and all are saved.
+    """
+    found = EagerSteps()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_kept_state(model, (args, kwargs), written))
+        for number in range(steps):
+            if number == 1:
+                stack.enter_context(_kept_values(named))
+            found.num_steps += 1
+            with torch.enable_grad():
+                loss = scalar_of(compute_loss(model, *args, **kwargs) if compute_loss else model(*args, **kwargs))
+            if loss is None or not loss.requires_grad:
+                return found
+            loss.backward()
+            del loss
+            _note(found, named, keep)
+            if found.got == found.nonzero and not keep:
+                break
+            if number + 1 < steps:
+                _move(named)
+                for p in named.values():
+                    p.grad = None
+    return found
+
+
+def scalar_of(output: Any) -> Tensor | None:
+    """Return the loss in an output, or else a sum of its differentiable values with random weights; None without any.
+
+    A plain sum would not do: that of a softmax does not depend on what it is given.
+    """
+    loss = loss_in(output)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    tensors = [t for t in tensors_in(loss) if t.requires_grad and t.numel()]
+    if not tensors:
+        return None
+    with kept_random_state():
+        torch.manual_seed(0)
+        parts = [(t * torch.randn_like(t)).sum() for t in tensors]
+    return torch.stack([part.abs() if part.is_complex() else part.float() for part in parts]).sum()
+
+
+def _note(found: EagerSteps, named: Mapping[str, nn.Parameter], keep: Collection[str]) -> None:
+    sizes: dict[str, float] = {}
+    for name, p in named.items():
+        if p.grad is None:
+            continue
+        found.got.add(name)
+        gradient = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+        sizes[name] = float(gradient.detach().abs().max()) if gradient.numel() else 0.0
+        if sizes[name] != 0:  # NaN is no 0
+            found.nonzero.add(name)
+    found.kept.append({name: named[name].grad.clone() for name in keep if named[name].grad is not None})
+    small = {name for name in sizes if _is_rounding(name, sizes, named)}
+    found.rounding = small if found.num_steps == 1 else found.rounding & small
+
+
+def _is_rounding(name: str, sizes: Mapping[str, float], named: Mapping[str, nn.Parameter]) -> bool:
+    """Whether the gradient of a bias is that small beside the gradient of its weight."""
+    module, _, last = name.rpartition(".")
+    weight = sizes.get(f"{module}.weight" if module else "weight", math.nan)
+    limit = _ROUNDING.get(named[name].dtype, 0.0)
+    return last == "bias" and 0 < sizes[name] <= limit * weight
+
+
+@contextlib.contextmanager
+def _kept_state(model: nn.Module, given: Any, written: Collection[int] | None) -> Iterator[None]:
+    """Give gradients, buffers, random state and written tensors back bit for bit, behind the block."""
+    leaves = [t for t in (*model.parameters(), *tensors_in(given)) if t.is_leaf]
+    gradients = [t.grad for t in leaves]
+    own = {*model.buffers(), *(t for t in leaves if written is None or id(t) in written)}
+    before = [(t, t.detach().clone(), t._version) for t in own]
+    try:
+        for p in model.parameters():
+            p.grad = None
+        with kept_random_state():
+            yield
+    finally:
+        for tensor, gradient in zip(leaves, gradients, strict=True):
+            tensor.grad = gradient
+        with torch.no_grad():
+            for tensor, value, version in before:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def _kept_values(named: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    before = [(p, p.detach().clone()) for p in named.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in before:
+                p.copy_(value)
+
+
+def _move(named: Mapping[str, nn.Parameter]) -> None:
+    with torch.no_grad():
+        for p in named.values():
+            if p.grad is None or p.grad.is_sparse or not p.numel():
+                continue
+            size, slope = float(p.norm()), float(p.grad.norm())
+            if 0 < slope < math.inf:
+                target = (size or math.sqrt(p.numel())) * _STEP_SIZE
+                p.sub_(p.grad, alpha=target / slope)

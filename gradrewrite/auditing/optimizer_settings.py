@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def optimizer_causes(*a):
+    return [], []

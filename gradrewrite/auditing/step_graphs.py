@@ -1,0 +1,140 @@
+"""Graphs of a training step, forward and loss, as Dynamo traces them."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gradrewrite._compat import dynamo, dynamo_cache
+from gradrewrite._utils.tensors import kept_random_state
+from gradrewrite.backends.tracing_errors import explained
+from gradrewrite.instrumentation.source_locations import user_line
+
+ComputeLoss = Callable[..., Any]  # (model, *args, **kwargs) -> scalar
+
+
+@dataclass(eq=False)
+class StepGraph:
+    """One Dynamo graph of a training step.
+
+    Attributes:
+        gm: The graph.
+        inputs: Its inputs, by placeholder.
+        calls: Inputs and outputs of its calls, op by op; empty where nothing ran.
+        break_line: The user's line that ended it, ``file:line "code"``; ``""`` if none did.
+        break_reason: Dynamo's reason for that.
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[Any, ...]
+    calls: list[tuple[Sequence[Any], Sequence[Any]]] = field(default_factory=list)
+    break_line: str = ""
+    break_reason: str = ""
+
+
+@dataclass(eq=False)
+class StepGraphs:
+    """All graphs of a training step, in execution order.
+
+    Attributes:
+        graphs: The graphs.
+        loss: What the step returned; None where it is one graph, which was not run.
+    """
+
+    graphs: list[StepGraph]
+    loss: Any = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step is one graph."""
+        return self.loss is None
+
+
+class _Traced(BaseException):  # not an Exception: torch wraps those
+    """Ends the trace of a whole step."""
+
+
+class _Recorder:
+    """A backend that keeps Dynamo graphs, and runs them op by op if the step has several."""
+
+    def __init__(self, *, is_whole: bool) -> None:
+        self.graphs: list[StepGraph] = []
+        self._is_whole = is_whole
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        reason, stack = dynamo.graph_break_of(gm) or ("", ())
+        graph = StepGraph(gm, tuple(inputs), break_line=user_line(stack), break_reason=reason)
+        if self._is_whole:
+            self.graphs.append(graph)
+            raise _Traced
+
+        def run(*given: Any) -> Any:
+            if not graph.calls:  # in the order of execution
+                self.graphs.append(graph)
+            outputs = gm(*given)
+            graph.calls.append((given, outputs))
+            return outputs
+
+        return run
+
+
+def trace_step(
+    model: nn.Module, compute_loss: ComputeLoss | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> StepGraphs:
+    """Trace forward and loss of a model; they run, op by op, only if they are several graphs.
+
+    Errors of the model itself pass through; TraceError if torch cannot trace it.
+    """
+    try:
+        return _traced(model, compute_loss, args, kwargs, is_whole=True)
+    except dynamo.TRACING_ERRORS:
+        try:
+            return _traced(model, compute_loss, args, kwargs, is_whole=False)
+        except (*dynamo.TRACING_ERRORS, RuntimeError) as err:
+            error = explained(err, model, "forward", args, dict(kwargs))
+            if error is err:
+                raise
+            raise error from err
+
+
+def _traced(
+    model: nn.Module,
+    compute_loss: ComputeLoss | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    is_whole: bool,
+) -> StepGraphs:
+    def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if compute_loss is None:
+            return loss_in(model(*args, **kwargs))
+        return loss_in(compute_loss(model, *args, **kwargs))
+
+    # Dynamo keeps compiled code with code objects: one of its own is dropped with it.
+    code = step.__code__.replace(co_name="gradrewrite_audited_step")
+    own = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
+    recorder = _Recorder(is_whole=is_whole)
+    settings = {"fullgraph": is_whole, "dynamic": False}
+    compiled = dynamo_cache.CompiledFunction(own, recorder, settings, lambda: contextlib.nullcontext(()))
+    try:
+        with torch.enable_grad(), kept_random_state():
+            loss = compiled(model, args, dict(kwargs))
+    except _Traced:
+        loss = None
+    finally:
+        compiled.drop()
+    return StepGraphs(recorder.graphs, loss)
+
+
+def loss_in(output: Any) -> Any:
+    """Return the loss of a model's output where it has one (``.loss``, ``["loss"]``), else the output."""
+    if isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return output if loss is None else loss

@@ -1,0 +1,438 @@
+"""``audit``: parameters without training, and the op and line behind it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gradrewrite._utils.formatting import listed, nearest, plain_table
+from gradrewrite._utils.html_tables import html_table, write_table_page
+from gradrewrite.auditing.constants import vanishing_constants
+from gradrewrite.auditing.eager_steps import EagerSteps, run_eager_steps
+from gradrewrite.auditing.gradient_flow import Cut, GradientFlow, Reach, Term, flow_of
+from gradrewrite.auditing.optimizer_settings import optimizer_causes
+from gradrewrite.auditing.step_graphs import ComputeLoss, StepGraphs, trace_step
+from gradrewrite.backends.model_state import state_of
+from gradrewrite.diagnostics.causes import Cause
+
+Fate = Literal[
+    "trained", "frozen", "no gradient", "not read", "zero so far", "zero up to rounding", "compiled only", "eager only"
+]
+_COLUMNS = ("parameter", "verdict", "stops at", "line", "trained by")
+_NAMED = 5
+_MOST_REMARKS = 5  # of one kind
+_OUTCOME = "the values that it returns"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """The verdict on one parameter.
+
+    Attributes:
+        name: Its name, as ``model.named_parameters()`` has it.
+        verdict: ``"trained"``; ``"frozen"`` (``requires_grad`` is False); ``"no gradient"`` (an op reads it, and every
+            way to the loss is cut); ``"not read"`` (nothing on the way to the loss reads it); ``"zero so far"`` (its
+            gradient was 0 in all steps that ran); ``"zero up to rounding"``; ``"compiled only"`` (in eager mode it has
+            no gradient); ``"eager only"``.
+        op: Where the gradient stops, as ``"detach"``; ``""`` where it does not.
+        line: The user's line of that, ``file:line "code"``.
+        losses: Of several losses, or terms of a sum, those that train it, by op and line.
+    """
+
+    name: str
+    verdict: Fate
+    op: str = ""
+    line: str = ""
+    losses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The parameters of a model that are not trained as meant, and the reasons; see ``audit``.
+
+    Attributes:
+        causes: The faults, the gravest first; empty if all is well.
+        remarks: Sentences about what is no fault.
+        rows: One a parameter, in the order of ``model.named_parameters()``.
+    """
+
+    causes: tuple[Cause, ...]
+    remarks: tuple[str, ...]
+    rows: tuple[AuditRow, ...] = field(repr=False)
+
+    @property
+    def headline(self) -> str:
+        """The number of trained parameters, in one sentence."""
+        trained = sum(row.verdict in ("trained", "zero up to rounding", "zero so far") for row in self.rows)
+        frozen = sum(row.verdict == "frozen" for row in self.rows)
+        more = f", {frozen} are frozen" if frozen else ""
+        end = "; no fault was found" if not self.causes else ""
+        return f"{trained} of {len(self.rows)} parameters are trained{more}{end}."
+
+    def __str__(self) -> str:
+        """The faults with their lines and advice, the parameters that are not trained, the remarks."""
+        parts = [self.headline]
+        for cause in self.causes:
+            at = [f"  {cause.source}"] if cause.source else []
+            parts.append("\n".join([f"{cause.kind}: {cause.text}", *at, f"  {cause.advice}"]))
+        cells = [cells for row, cells in zip(self.rows, self._cells(), strict=True) if row.verdict not in _USUAL]
+        if cells:
+            parts.append(plain_table(_COLUMNS, cells[:_MOST_ROWS]))
+            parts += [f"and {len(cells) - _MOST_ROWS} more"] * (len(cells) > _MOST_ROWS)
+        return "\n\n".join([*parts, "\n".join(f"remark: {text}" for text in self.remarks)]).rstrip()
+
+    def to_json(self) -> dict[str, object]:
+        """Return causes, remarks and rows as strict JSON."""
+        rows = [
+            {"name": r.name, "verdict": r.verdict, "op": r.op, "line": r.line, "losses": r.losses} for r in self.rows
+        ]
+        return {"causes": [cause.to_json() for cause in self.causes], "remarks": self.remarks, "rows": rows}
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [(row.name, row.verdict, row.op, row.line, ", ".join(row.losses)) for row in self.rows]
+
+    def _repr_html_(self) -> str:
+        groups = ["first" if row.verdict in _FAULTY else "" for row in self.rows]
+        table = html_table(_COLUMNS, self._cells(), "all parameters", groups)
+        if not self.causes:
+            return table
+        faults = [(c.kind, c.text, c.source, c.advice) for c in self.causes]
+        return html_table(("fault", "parameters and reason", "line", "what to change"), faults, self.headline) + table
+
+    def render(self, path: str | os.PathLike[str]) -> str:
+        """Write ``path.html``, a page that loads nothing.
+
+        Args:
+            path: Where; the extension is added where it is missing.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        text = "\n".join((self.headline, *(f"remark: {text}" for text in self.remarks)))
+        return write_table_page(path, "Audit of the training step", self._repr_html_(), text)
+
+
+_USUAL, _FAULTY = ("trained", "frozen"), ("no gradient", "compiled only", "eager only")
+_MOST_ROWS = 40
+
+
+def audit(
+    model: nn.Module,
+    *args: Any,
+    compute_loss: ComputeLoss | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    trained: str | Sequence[str] | None = None,
+    steps: int = 3,
+    **kwargs: Any,
+) -> Audit:
+    """Find the parameters that a training step does not train, and the op and line behind it.
+
+    Forward and loss are traced as one graph, in which every parameter is followed to the loss. Ops that stop its
+    gradient are named: ``detach``, ``.data``, ``torch.no_grad()``, ``argmax``, ``round``, comparisons and casts to
+    integers, a custom ``autograd.Function`` that returns None, constants by algebra (a softmax over one element, terms
+    that cancel). A fault is a parameter that an op reads, and whose every way to the loss is cut. Then eager steps on
+    the same batch show who gets a gradient without torch.compile (a reentrant checkpoint makes a difference), and whose
+    gradient is 0. Numbers that their dtype cannot hold (``1e-8`` in float16), and settings of the optimizer, are faults
+    too.
+
+    Parameters, gradients, buffers, inputs and torch's random state are given back bit for bit; what Python objects
+    remember, as counters of a module, goes on. Where the step is several graphs, it is run once for the trace.
+
+    Args:
+        model: A module in the mode in which it is to be trained; of what ``transform`` returned its original.
+        *args: Its inputs: one batch.
+        compute_loss: ``(model, *args, **kwargs) -> scalar``. None if the model returns the loss, an object with
+            ``.loss``, or a mapping with ``"loss"``; if it returns other tensors, all of them count as the loss.
+        optimizer: The optimizer of the model, or a function from parameters to one: what it holds is compared with the
+            parameters that have a gradient, and its ``eps`` with their dtypes.
+        trained: Names of the parameters that are meant to be trained, as ``"*.lora_*"`` (``fnmatch``), or several: then
+            a further fault is a parameter that is trained without being named, or named and frozen.
+        steps: How many eager steps at most. The second and third are only run where a gradient of the first was 0, and
+            move the parameters (they are given back). 0 runs nothing.
+        **kwargs: Its inputs.
+
+    Returns:
+        The audit: print it, ``render`` it as a page, or show it in a notebook.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: ``steps`` is not a whole number >= 0, or a pattern of ``trained`` matches no parameter.
+
+    Example:
+        >>> import torch, gradrewrite as gr
+        >>> class Gate(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.choose, self.value = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        ...
+        ...     def forward(self, x):
+        ...         best = self.choose(x).argmax(-1, keepdim=True)
+        ...         return self.value(x).gather(-1, best).square().mean()
+        >>> found = gr.audit(Gate(), torch.randn(8, 4))
+        >>> [(row.name, row.verdict, row.op) for row in found.rows][:2]
+        [('choose.weight', 'no gradient', 'argmax'), ('choose.bias', 'no gradient', 'argmax')]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"gr.audit takes an nn.Module, got {type(model).__name__}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"gr.audit: steps is a whole number >= 0, got {steps!r}")
+    state = state_of(model)
+    model = model if state is None else state.original
+    patterns = _patterns(trained, model)
+    held = (
+        optimizer
+        if isinstance(optimizer, torch.optim.Optimizer) or optimizer is None
+        else optimizer(model.parameters())
+    )
+    step = trace_step(model, compute_loss, args, kwargs)
+    flow = flow_of(step, model)
+    keep = _watched(model) if held is not None else set()
+    eager = run_eager_steps(model, compute_loss, args, kwargs, steps=steps, keep=keep, written=flow.written)
+    return _Judge(model, step, flow, eager, patterns).audit(held)
+
+
+def _patterns(trained: str | Sequence[str] | None, model: nn.Module) -> tuple[str, ...] | None:
+    if trained is None:
+        return None
+    patterns = (trained,) if isinstance(trained, str) else tuple(trained)
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            known = ", ".join(nearest(pattern, names))
+            raise ValueError(f"gr.audit: trained={pattern!r} matches no parameter; nearest: {known or 'there is none'}")
+    return patterns
+
+
+def _watched(model: nn.Module) -> set[str]:
+    """Return the parameters with rows that may be frozen: those with hooks, and embeddings with padding."""
+    hooked = {name for name, p in model.named_parameters() if p._backward_hooks}
+    padded = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None)
+    return hooked | {f"{name}.weight" if name else "weight" for name in padded}
+
+
+class _Judge:
+    """The verdicts on all parameters of one step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: StepGraphs,
+        flow: GradientFlow,
+        eager: EagerSteps,
+        patterns: tuple[str, ...] | None,
+    ) -> None:
+        self._named = dict(model.named_parameters())
+        self._model, self._step, self._flow, self._eager, self._patterns = model, step, flow, eager, patterns
+        self._cuts = flow.cuts_before(flow.loss)
+        self._causes: list[Cause] = []
+        self._remarks: list[str] = []
+
+    def audit(self, optimizer: torch.optim.Optimizer | None) -> Audit:
+        """Judge all parameters, constants and the optimizer."""
+        rows = tuple(self._row(name) for name in self._named)
+        self._no_gradient(rows)
+        self._against_eager(rows)
+        self._unasked(rows)
+        self._note_others(rows)
+        causes = [*self._causes]
+        if optimizer is not None:
+            got = [row.name for row in rows if row.verdict in ("trained", "zero so far", "zero up to rounding")]
+            found, remarks = optimizer_causes(optimizer, self._model, got, self._eager.kept)
+            causes += found
+            self._remarks += remarks
+        causes += vanishing_constants(graph.gm for graph in self._step.graphs)
+        return Audit(tuple(causes), tuple(self._remarks), rows)
+
+    def _row(self, name: str) -> AuditRow:
+        if not self._named[name].requires_grad:
+            return AuditRow(name, "frozen")
+        bit = 1 << self._flow.names.index(name)
+        loss, ran = self._flow.loss, self._eager.num_steps > 0
+        losses = tuple(_term_text(term) for term in self._flow.terms if term.reach.trained & bit)
+        cuts = [cut for cut in self._cuts if cut.stopped & bit]
+        cut = next((cut for cut in cuts if not cut.is_meant), cuts[0] if cuts else None)
+        op, line = ("", "") if cut is None else (cut.op, cut.source)
+        if loss.trained & bit:
+            if not ran or name in self._eager.nonzero:
+                fate: Fate = "zero up to rounding" if name in self._eager.rounding else "trained"
+                return AuditRow(name, fate, losses=losses)
+            if name in self._eager.got:
+                if (
+                    cut is not None and not cut.is_discrete
+                ):  # the other way hands on 0, as a selection of other elements
+                    return AuditRow(name, "no gradient", op, line)
+                return AuditRow(name, "zero so far", losses=losses)
+            segment = next((s for s in self._flow.segments if s.inside & bit), None)
+            where = ("", "") if segment is None else (segment.op, segment.source)
+            return AuditRow(name, "compiled only", *where, losses)
+        if name in self._eager.nonzero and (cut is None or not cut.is_algebra):
+            return AuditRow(name, "eager only", op, line)
+        return AuditRow(name, "no gradient" if loss.read & bit else "not read", op, line)
+
+    def _no_gradient(self, rows: Sequence[AuditRow]) -> None:
+        meant = {(cut.op, cut.source) for cut in self._cuts if cut.is_meant}
+        alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "no gradient")
+        for (op, line), names in alike.items():
+            if (op, line) in meant:
+                self._remarks.append(f"{_are(names)} multiplied by 0 at {line}, and get no gradient.")
+                continue
+            reason = next((cut.reason for cut in self._cuts if (cut.op, cut.source) == (op, line)), "")
+            text = f"{_get(names)} no gradient: {reason}."
+            self._fault("no gradient", names, line, text, _advice(op, reason))
+        frozen = [row.name for row in rows if row.verdict == "frozen" and self._is_named(row.name)]
+        if self._patterns is not None and frozen:
+            text = f"{_are(frozen)} to be trained, and frozen: requires_grad is False."
+            self._fault("no gradient", frozen, "", text, "Call requires_grad_() of them before the optimizer is made.")
+        unread = [row.name for row in rows if row.verdict == "not read"]
+        wanted = [name for name in unread if self._patterns is not None and self._is_named(name)]
+        if wanted:
+            text = f"{_are(wanted)} to be trained, and nothing on the way to the loss reads them."
+            self._fault("no gradient", wanted, "", text, "Use them in the forward, or take them out of trained=.")
+        if others := [name for name in unread if name not in wanted]:
+            self._remarks.append(f"{_get(others)} no gradient: nothing on the way to the loss reads them.")
+
+    def _against_eager(self, rows: Sequence[AuditRow]) -> None:
+        alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "compiled only")
+        for (op, line), names in alike.items():
+            where = f"`{op}` hands on no gradient there" if op else "a hook or a branch of the model differs there"
+            text = f"{_get(names)} a gradient under torch.compile, and none in eager mode: {where}."
+            self._fault("no gradient", names, line, text, _advice(op, "eager"))
+        alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "eager only")
+        for (op, line), names in alike.items():
+            where = f": `{op}` hands on none when it is traced" if op else ""
+            text = f"{_get(names)} a gradient in eager mode, and none under torch.compile{where}."
+            self._fault("no gradient", names, line, text, "Let the line be the same in both modes.")
+
+    def _unasked(self, rows: Sequence[AuditRow]) -> None:
+        if self._patterns is None:
+            return
+        names = [row.name for row in rows if row.verdict in ("trained", "compiled only", "zero so far", "eager only")]
+        names = [name for name in names if not self._is_named(name)]
+        if names:
+            text = f"{_get(names)} a gradient, and trained={', '.join(map(repr, self._patterns))} does not name them."
+            advice = "Freeze them with requires_grad_(False) before the optimizer is made, or name them."
+            self._fault("trained unasked", names, "", text, advice)
+
+    def _note_others(self, rows: Sequence[AuditRow]) -> None:
+        zero = [row.name for row in rows if row.verdict == "zero so far"]
+        if zero:
+            number = self._eager.num_steps
+            steps = "the step that ran" if number == 1 else f"all {number} steps that ran"
+            self._remarks.append(f"{_get(zero)} a gradient that was 0 in {steps}, with this batch.")
+        if rounding := [row.name for row in rows if row.verdict == "zero up to rounding"]:
+            self._remarks.append(
+                f"{_get(rounding)} a gradient of 0 up to rounding: a softmax or a normalization behind takes such a "
+                "shift out again."
+            )
+        self._note_terms(rows)
+        self._note_partial_cuts()
+
+    def _note_terms(self, rows: Sequence[AuditRow]) -> None:
+        """Note the parameters that one of several losses reads and does not train."""
+        found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        bits = {name: 1 << bit for bit, name in enumerate(self._flow.names)}
+        for row in rows:
+            bit = bits.get(row.name, 0)
+            for term in self._flow.terms if row.losses else ():
+                if term.reach.read & bit and not term.reach.trained & bit:
+                    cut = self._first_cut(term.reach, bit)
+                    if cut is not None:
+                        found[", ".join(row.losses), _term_text(term), cut.op, cut.source].append(row.name)
+        for (losses, term, op, line), names in list(found.items())[:_MOST_REMARKS]:
+            self._remarks.append(
+                f"{_are(names)} trained by {losses} alone: on the way to {term}, `{op}` at {line} stops gradients."
+            )
+
+    def _note_partial_cuts(self) -> None:
+        """Note the ops that stop gradients of parameters with another way to the loss."""
+        told = " ".join(self._remarks)
+        found: dict[tuple[str, str], int] = defaultdict(int)
+        for cut in self._cuts:
+            if cut.is_discrete:  # beside a selection or a mask there is another way as a rule
+                continue
+            if cut.stopped & self._flow.loss.trained and f"`{cut.op}` at {cut.source}" not in told:
+                found[cut.op, cut.source] |= cut.stopped & self._flow.loss.trained
+        for (op, line), mask in list(found.items())[:_MOST_REMARKS]:
+            names = list(self._flow.bits(mask))
+            self._remarks.append(f"`{op}` at {line} stops one way of gradients to {listed(names, 3)}; another is left.")
+        if len(found) > _MOST_REMARKS:
+            self._remarks.append(f"{len(found) - _MOST_REMARKS} more ops stop one of several ways.")
+
+    def _first_cut(self, reach: Reach, bit: int) -> Cut | None:
+        return next((cut for cut in self._flow.cuts_before(reach) if cut.stopped & bit), None)
+
+    def _is_named(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._patterns or ())
+
+    def _fault(self, kind: Any, names: Sequence[str], source: str, text: str, advice: str) -> None:
+        self._causes.append(Cause(kind, f"gradient:{names[0]}", source, text=text, advice=advice))
+
+
+def _grouped(rows: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for op, line, name in rows:
+        found[op, line].append(name)
+    return found
+
+
+def _subject(names: Sequence[str]) -> str:
+    return listed(names, _NAMED) if len(names) == 1 else f"{len(names)} parameters ({listed(names, _NAMED)})"
+
+
+def _get(names: Sequence[str]) -> str:
+    return f"{_subject(names)} get{'s' if len(names) == 1 else ''}"
+
+
+def _are(names: Sequence[str]) -> str:
+    return f"{_subject(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _term_text(term: Term) -> str:
+    return f"`{term.op}` at {term.source}" if term.source else f"`{term.op}`"
+
+
+_FREEZE = "or freeze the parameters (requires_grad_(False)) if they are not to be trained"
+_CHOICE = "Choose softly (softmax, gumbel_softmax(hard=True)), or hand the gradient on: soft + (hard - soft).detach()."
+_ADVICE = {
+    "detach": f"Take the detach() out, {_FREEZE}.",
+    ".data": f"Use the tensor itself in the place of .data, {_FREEZE}.",
+    "no_grad": f"Compute it outside of torch.no_grad(), {_FREEZE}.",
+    "checkpoint": (
+        "Pass use_reentrant=False, or let an input of the checkpoint need a gradient (requires_grad_(); "
+        "model.enable_input_require_grads() in transformers)."
+    ),
+    "graph break": "Let the line be traced, or compute with tensors that keep their gradient.",
+}
+
+
+def _advice(op: str, reason: str) -> str:
+    """Return advice on an op that stops gradients."""
+    if op in _ADVICE:
+        return _ADVICE[op]
+    if reason == "eager":
+        return (
+            "Ask ctx.needs_input_grad in backward, not requires_grad of what forward was given or saved."
+            if op
+            else "Look at hooks and at branches on torch.compiler.is_compiling()."
+        )
+    if "a derivative of 0" in reason:
+        return f"Hand the gradient on: x + ({op}(x) - x).detach()."
+    if "has no gradient" in reason:
+        return _CHOICE
+    if "returns None" in reason:
+        return "Return the gradient of this input from backward, where ctx.needs_input_grad asks for it."
+    if "one element" in reason or "one class" in reason:
+        return "Look at the dimension: it has one element, so that nothing is left to be learned."
+    if "cancel" in reason or "divided by itself" in reason:
+        return "Look at the line: what it is given has no influence. A copy that is to be constant is x.detach()."
+    return f"Look at the line, {_FREEZE}."
