@@ -59,8 +59,6 @@ def run_eager_steps(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_kept_state(model, (args, kwargs), written))
         for number in range(steps):
-            if number == 1:
-                stack.enter_context(_kept_values(named))
             found.num_steps += 1
             with torch.enable_grad():
                 loss = scalar_of(compute_loss(model, *args, **kwargs) if compute_loss else model(*args, **kwargs))
@@ -72,6 +70,8 @@ def run_eager_steps(
             if found.got == found.nonzero and not keep:
                 break
             if number + 1 < steps:
+                if not number:
+                    stack.enter_context(_kept_values(named))
                 _move(named)
                 for p in named.values():
                     p.grad = None
@@ -124,7 +124,7 @@ def _kept_state(model: nn.Module, given: Any, written: Collection[int] | None) -
     leaves = [t for t in (*model.parameters(), *tensors_in(given)) if t.is_leaf]
     gradients = [t.grad for t in leaves]
     own = {*model.buffers(), *(t for t in leaves if written is None or id(t) in written)}
-    before = [(t, t.detach().clone(), t._version) for t in own]
+    before = [(t, t.detach().clone()) for t in own]
     try:
         for p in model.parameters():
             p.grad = None
@@ -134,9 +134,8 @@ def _kept_state(model: nn.Module, given: Any, written: Collection[int] | None) -
         for tensor, gradient in zip(leaves, gradients, strict=True):
             tensor.grad = gradient
         with torch.no_grad():
-            for tensor, value, version in before:
-                if tensor._version != version:
-                    tensor.copy_(value)
+            for tensor, value in before:  # BatchNorm writes without a new version
+                tensor.copy_(value)
 
 
 @contextlib.contextmanager

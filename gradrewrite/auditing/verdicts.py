@@ -16,10 +16,11 @@ from gradrewrite._utils.formatting import listed, nearest, plain_table
 from gradrewrite._utils.html_tables import html_table, write_table_page
 from gradrewrite.auditing.constants import vanishing_constants
 from gradrewrite.auditing.eager_steps import EagerSteps, run_eager_steps
-from gradrewrite.auditing.gradient_flow import Cut, GradientFlow, Reach, Term, flow_of
+from gradrewrite.auditing.gradient_flow import GradientFlow, Term, flow_of
 from gradrewrite.auditing.optimizer_settings import optimizer_causes
 from gradrewrite.auditing.step_graphs import ComputeLoss, StepGraphs, trace_step
 from gradrewrite.backends.model_state import state_of
+from gradrewrite.backends.parameter_watch import unwatched
 from gradrewrite.diagnostics.causes import Cause
 
 Fate = Literal[
@@ -197,7 +198,8 @@ def audit(
     step = trace_step(model, compute_loss, args, kwargs)
     flow = flow_of(step, model)
     keep = _watched(model) if held is not None else set()
-    eager = run_eager_steps(model, compute_loss, args, kwargs, steps=steps, keep=keep, written=flow.written)
+    with unwatched():
+        eager = run_eager_steps(model, compute_loss, args, kwargs, steps=steps, keep=keep, written=flow.written)
     return _Judge(model, step, flow, eager, patterns).audit(held)
 
 
@@ -334,23 +336,21 @@ class _Judge:
                 f"{_get(rounding)} a gradient of 0 up to rounding: a softmax or a normalization behind takes such a "
                 "shift out again."
             )
-        self._note_terms(rows)
+        self._note_terms()
         self._note_partial_cuts()
 
-    def _note_terms(self, rows: Sequence[AuditRow]) -> None:
+    def _note_terms(self) -> None:
         """Note the parameters that one of several losses reads and does not train."""
-        found: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        bits = {name: 1 << bit for bit, name in enumerate(self._flow.names)}
-        for row in rows:
-            bit = bits.get(row.name, 0)
-            for term in self._flow.terms if row.losses else ():
-                if term.reach.read & bit and not term.reach.trained & bit:
-                    cut = self._first_cut(term.reach, bit)
-                    if cut is not None:
-                        found[", ".join(row.losses), _term_text(term), cut.op, cut.source].append(row.name)
-        for (losses, term, op, line), names in list(found.items())[:_MOST_REMARKS]:
+        found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for name, bit in zip(self._flow.names, (1 << n for n in range(len(self._flow.names))), strict=True):
+            own = [term for term in self._flow.terms if term.reach.trained & bit]
+            for term in self._flow.terms if own else ():
+                cut = next((c for c in self._flow.cuts_before(term.reach) if c.stopped & bit), None)
+                if cut is not None and not term.reach.trained & bit:
+                    found[", ".join(map(_term_text, own)), f"`{cut.op}` at {cut.source}", _term_text(term)].append(name)
+        for (losses, cut_text, term_text), names in list(found.items())[:_MOST_REMARKS]:
             self._remarks.append(
-                f"{_are(names)} trained by {losses} alone: on the way to {term}, `{op}` at {line} stops gradients."
+                f"{_are(names)} trained by {losses} alone: {cut_text} stops gradients on the way to {term_text}."
             )
 
     def _note_partial_cuts(self) -> None:
@@ -367,9 +367,6 @@ class _Judge:
             self._remarks.append(f"`{op}` at {line} stops one way of gradients to {listed(names, 3)}; another is left.")
         if len(found) > _MOST_REMARKS:
             self._remarks.append(f"{len(found) - _MOST_REMARKS} more ops stop one of several ways.")
-
-    def _first_cut(self, reach: Reach, bit: int) -> Cut | None:
-        return next((cut for cut in self._flow.cuts_before(reach) if cut.stopped & bit), None)
 
     def _is_named(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._patterns or ())
@@ -398,7 +395,7 @@ def _are(names: Sequence[str]) -> str:
 
 
 def _term_text(term: Term) -> str:
-    return f"`{term.op}` at {term.source}" if term.source else f"`{term.op}`"
+    return f"`{term.op}` at {term.source.partition(' ')[0]}" if term.source else f"`{term.op}`"
 
 
 _FREEZE = "or freeze the parameters (requires_grad_(False)) if they are not to be trained"

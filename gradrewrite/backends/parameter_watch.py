@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from types import FunctionType
 
 from torch import Tensor, nn
@@ -65,6 +66,8 @@ class _ParameterHook:
             self._handle = None
 
     def __call__(self, parameter: Tensor) -> None:
+        if _own_backwards:
+            return
         task = autograd.backward_id()
         for ref in self._graphs:
             graph = ref()
@@ -73,6 +76,20 @@ class _ParameterHook:
         for watch in [known() for known in self.watches]:
             if watch is not None:
                 watch.note_outside(parameter)
+
+
+_own_backwards: set[object] = set()  # blocks that are open; hooks of a device run on threads of their own
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Let backwards of plain models pass inside the block: they are ours."""
+    block = object()
+    _own_backwards.add(block)
+    try:
+        yield
+    finally:
+        _own_backwards.remove(block)
 
 
 _hooks: MutableMapping[Tensor, _ParameterHook] = WeakIdKeyDictionary()

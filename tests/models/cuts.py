@@ -12,7 +12,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradrewrite.auditing.gradient_flow import GradientFlow, flow_of
+from gradrewrite.auditing.step_graphs import trace_step
+
 ROUNDING = 1e-11  # of a gradient in float64 that is 0 by algebra, relative to that without the cut
+
+
+Step = Callable[[Tensor, Tensor], Tensor]  # of two parameters, "a" and "b", both [4, 4]
+
+
+class TwoParameters(nn.Module):
+    """A loss of two parameters."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.step = step
+
+    def forward(self) -> Tensor:
+        return self.step(self.a, self.b)
+
+
+def flow(step: Step) -> GradientFlow:
+    model = TwoParameters(step)
+    return flow_of(trace_step(model, None, (), {}), model)
 
 
 class NoGradient(torch.autograd.Function):
