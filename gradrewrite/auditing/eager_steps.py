@@ -1,4 +1,4 @@
-"""Eager training steps of a model, with all state given back."""
+"""Eager training steps; all state is given back."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from gradrewrite._compat import autograd, fake_tensors
@@ -42,7 +43,7 @@ class Cut:
         source: The user's line of it.
         reason: Why, as a sentence: ``"`round` has a derivative of 0 everywhere"``.
         stopped: Bits of the parameters with no gradient behind it.
-        is_meant: Whether it is written on purpose, as a product with 0.
+        is_meant: Whether it is written on purpose: a product with 0, a derivative that a constant has no part in.
         is_algebra: Whether the gradient is 0 and not None.
         is_discrete: Whether the result is of a type without gradients, as an index.
     """
@@ -328,6 +329,7 @@ class _Reader:
         differentiable, cut.reason = self._differentiable(node, name)
         if name == "apply":
             cut.op = _function_name(node)
+        cut.is_meant = node.target is torch.autograd.grad
         if differentiable is None:
             differentiable = node.all_input_nodes
         trained = _union(self.reach.get(one, NOTHING) for one in differentiable).trained
@@ -361,6 +363,14 @@ class _Reader:
             return name, f"`{name}` returns a tensor without a gradient"
         return None
 
+    def _leaves(self, node: fx.Node) -> list[fx.Node]:
+        """Return the inputs of the graph that the result of ``torch.autograd.grad`` depends on differentiably.
+
+        It is computed from them, and not from what is differentiated: a shift of that has no influence.
+        """
+        leaves = _leaves_behind(tensors_in(node.meta.get("example_value")))
+        return [given for given in self._gm.graph.find_nodes(op="placeholder") if id(fake_of(given)) in leaves]
+
     def _differentiable(self, node: fx.Node, name: str) -> tuple[Collection[fx.Node] | None, str]:
         """Return the inputs that get a gradient from an op, None for all, and why others get none."""
         if name == "apply":
@@ -369,7 +379,24 @@ class _Reader:
             return given, f"the backward of `{_function_name(node)}` returns None for this input"
         if changed_in_place(node):
             return None, ""
+        if node.target is torch.autograd.grad:
+            return self._leaves(node), f"`{name}` does not depend on it"
         return _connected(node), f"`{name}` has no derivative by this input"
+
+
+def _leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the identities of the leaves that autograd leads to."""
+    found, seen = set(), set()
+    todo: list[Any] = [t.grad_fn for t in tensors]
+    while todo:
+        fn = todo.pop()
+        if fn is None or fn in seen:
+            continue
+        seen.add(fn)
+        if hasattr(fn, "variable"):
+            found.add(id(fn.variable))
+        todo += [before for before, _ in fn.next_functions]
+    return found
 
 
 def _union(reaches: Iterable[Reach]) -> Reach:

@@ -56,7 +56,7 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """The parameters of a model that are not trained as meant, and the reasons; see ``audit``.
+    """Faults and remarks of an audit; see ``audit``.
 
     Attributes:
         causes: The faults, the gravest first; empty if all is well.
@@ -136,7 +136,7 @@ def audit(
     steps: int = 3,
     **kwargs: Any,
 ) -> Audit:
-    """Find the parameters that a training step does not train, and the op and line behind it.
+    """Find untrained parameters of a training step, with op and line.
 
     Forward and loss are traced as one graph, in which every parameter is followed to the loss. Ops that stop its
     gradient are named: ``detach``, ``.data``, ``torch.no_grad()``, ``argmax``, ``round``, comparisons and casts to
@@ -285,10 +285,10 @@ class _Judge:
         meant = {(cut.op, cut.source) for cut in self._cuts if cut.is_meant}
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "no gradient")
         for (op, line), names in alike.items():
-            if (op, line) in meant:
-                self._remarks.append(f"{_are(names)} multiplied by 0 at {line}, and get no gradient.")
-                continue
             reason = next((cut.reason for cut in self._cuts if (cut.op, cut.source) == (op, line)), "")
+            if (op, line) in meant:
+                self._remarks.append(f"{_get(names)} no gradient by algebra: {reason}, at {line}.")
+                continue
             text = f"{_get(names)} no gradient: {reason}."
             self._fault("no gradient", names, line, text, _advice(op, reason))
         frozen = [row.name for row in rows if row.verdict == "frozen" and self._is_named(row.name)]
@@ -346,19 +346,21 @@ class _Judge:
             own = [term for term in self._flow.terms if term.reach.trained & bit]
             for term in self._flow.terms if own else ():
                 cut = next((c for c in self._flow.cuts_before(term.reach) if c.stopped & bit), None)
-                if cut is not None and not term.reach.trained & bit:
+                if cut is not None and not (cut.is_meant or term.reach.trained & bit):
                     found[", ".join(map(_term_text, own)), f"`{cut.op}` at {cut.source}", _term_text(term)].append(name)
+        told: set[str] = set()
         for (losses, cut_text, term_text), names in list(found.items())[:_MOST_REMARKS]:
-            self._remarks.append(
-                f"{_are(names)} trained by {losses} alone: {cut_text} stops gradients on the way to {term_text}."
-            )
+            if told.isdisjoint(names):
+                text = f"{_are(names)} trained by {losses} alone: {cut_text} stops gradients on the way to {term_text}."
+                self._remarks.append(text)
+            told.update(names)
 
     def _note_partial_cuts(self) -> None:
         """Note the ops that stop gradients of parameters with another way to the loss."""
         told = " ".join(self._remarks)
         found: dict[tuple[str, str], int] = defaultdict(int)
         for cut in self._cuts:
-            if cut.is_discrete:  # beside a selection or a mask there is another way as a rule
+            if cut.is_discrete or not cut.source:  # another way is left as a rule; of a library's own
                 continue
             if cut.stopped & self._flow.loss.trained and f"`{cut.op}` at {cut.source}" not in told:
                 found[cut.op, cut.source] |= cut.stopped & self._flow.loss.trained

@@ -178,6 +178,24 @@ def test_autograd_is_followed_through_code_that_is_not_traced() -> None:
     assert reaches(lambda a, b: doubled((b.sin() * a).sum())) == ("ab", "ab")  # the loss itself
 
 
+def test_a_gradient_inside_depends_on_what_its_own_backward_needs() -> None:
+    """A force: the derivative by an input. What is added to the energy has no part in it."""
+
+    def force(a: Tensor, b: Tensor) -> Tensor:
+        x = torch.ones(4, 4, requires_grad=True)
+        (found,) = torch.autograd.grad(((x * a).sin() + b).sum(), x, create_graph=True)
+        return found.square().sum()
+
+    model = TwoParameters(force)
+    model().backward()
+    found = flow(force)
+    (cut,) = found.cuts_before(found.loss)
+
+    assert model.b.grad is None
+    assert reaches(force) == ("ab", "a")
+    assert (cut.op, cut.is_meant) == ("grad", True)
+
+
 def test_inputs_that_the_step_overwrites_are_known() -> None:
     def writes(a: Tensor, b: Tensor) -> Tensor:
         with torch.no_grad():
