@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from gradrewrite._compat import fake_tensors
 from gradrewrite.instrumentation.dynamo_nodes import changed_in_place, fake_of, op_name
 
 _Form = Mapping[int, float]  # coefficients by atom
@@ -24,7 +25,7 @@ _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "exponential
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An op whose result does not depend on some of its inputs, by algebra.
+    """An op without influence of some of its inputs, by algebra.
 
     Attributes:
         reason: Why, as a sentence without subject: ``"is 1 whatever is given, for ..."``.
@@ -51,11 +52,11 @@ class LinearForms:
     _atoms: dict[Any, int] = field(default_factory=dict)  # by op and inputs
 
     def read(self, node: fx.Node, *, is_opaque: bool = False) -> Constant | None:
-        """Read a node behind its inputs; return why its result is a constant, if it is one.
+        """Read a node behind its inputs; return its reason to be a constant.
 
         ``is_opaque``: it stops gradients, and is an atom.
         """
-        if is_opaque or self._is_changed(node):
+        if is_opaque or self._is_changed(node) or _has_unknown_sizes(node):
             self._forms[node] = self._atom(node, node)
             return None
         form, constant = self._linear(node), _constant_of(node)
@@ -78,7 +79,7 @@ class LinearForms:
         return {self.nodes[atom]: factor for atom, factor in form.items() if atom != _NUMBER}
 
     def cancels(self, node: fx.Node) -> bool:
-        """Whether the value depends on fewer atoms than its inputs, though not on none."""
+        """Whether a value depends on fewer atoms than its inputs."""
         read = {atom for given in node.all_input_nodes for atom in self._forms.get(given, {})}
         atoms = self.atoms(node)
         return bool(atoms) and node not in atoms and not read - {_NUMBER} <= self._forms[node].keys()
@@ -165,6 +166,12 @@ class LinearForms:
 _DIVISIONS = ("div", "truediv", "divide", "true_divide", "itruediv")
 
 
+def _has_unknown_sizes(node: fx.Node) -> bool:
+    """Whether a size of the node or of its inputs depends on values."""
+    fakes = map(fake_of, (node, *node.all_input_nodes))
+    return any(fake is not None and fake_tensors.has_unknown_size(fake) for fake in fakes)
+
+
 def _shape(node: fx.Node) -> tuple[Any, ...] | None:
     fake = fake_of(node)
     return None if fake is None else tuple(fake.shape)
@@ -181,7 +188,7 @@ def _is_zero_product(node: fx.Node) -> bool:
 
 
 def _keeps_values(node: fx.Node) -> bool:
-    """Whether an op has the elements of its first input in their order, and no others."""
+    """Whether an op keeps the elements of its first input, in order."""
     name, given = op_name(node), node.args[0]
     fake, made = (fake_of(given) if isinstance(given, fx.Node) else None), fake_of(node)
     if fake is None or made is None or fake.numel() != made.numel() or fake.dtype != made.dtype:
@@ -193,7 +200,7 @@ def _keeps_values(node: fx.Node) -> bool:
 
 
 def _constant_of(node: fx.Node) -> Constant | None:
-    """Why an op is a constant by the sizes of its inputs; None if it is not known to be one."""
+    """Return a constant by the sizes of inputs, or None."""
     name, given = op_name(node), node.args[0] if node.args else None
     fake = fake_of(given) if isinstance(given, fx.Node) else None
     if fake is None or not fake.is_floating_point():

@@ -47,7 +47,7 @@ def run_eager_steps(
     keep: Collection[str] = (),
     written: Collection[int] | None = None,
 ) -> EagerSteps:
-    """Run up to some eager steps on one batch, until no gradient that there is is 0 throughout.
+    """Run eager steps on one batch, until no gradient is 0.
 
     Between them each parameter is moved by 1 % of its size against its gradient: zeros of a first step that are gone
     by then (LoRA with B = 0, a gate of 0) are none. Parameters, gradients, buffers, inputs and random state are given
@@ -79,9 +79,9 @@ def run_eager_steps(
 
 
 def scalar_of(output: Any) -> Tensor | None:
-    """Return the loss in an output, or else a sum of its differentiable values with random weights; None without any.
+    """Return the loss in an output, or a weighted sum of its values.
 
-    A plain sum would not do: that of a softmax does not depend on what it is given.
+    None without differentiable ones. The weights are random: a plain sum would not do: that of a softmax does not depend on what it is given.
     """
     loss = loss_in(output)
     if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -111,7 +111,7 @@ def _note(found: EagerSteps, named: Mapping[str, nn.Parameter], keep: Collection
 
 
 def _is_rounding(name: str, sizes: Mapping[str, float], named: Mapping[str, nn.Parameter]) -> bool:
-    """Whether the gradient of a bias is that small beside the gradient of its weight."""
+    """Whether the gradient of a bias is a rounding error of its weight's."""
     module, _, last = name.rpartition(".")
     weight = sizes.get(f"{module}.weight" if module else "weight", math.nan)
     limit = _ROUNDING.get(named[name].dtype, 0.0)
@@ -120,7 +120,7 @@ def _is_rounding(name: str, sizes: Mapping[str, float], named: Mapping[str, nn.P
 
 @contextlib.contextmanager
 def _kept_state(model: nn.Module, given: Any, written: Collection[int] | None) -> Iterator[None]:
-    """Give gradients, buffers, random state and written tensors back bit for bit, behind the block."""
+    """Restore gradients, buffers, random state and written tensors behind the block."""
     leaves = [t for t in (*model.parameters(), *tensors_in(given)) if t.is_leaf]
     gradients = [t.grad for t in leaves]
     own = {*model.buffers(), *(t for t in leaves if written is None or id(t) in written)}

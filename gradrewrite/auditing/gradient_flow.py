@@ -1,4 +1,4 @@
-"""Flow of gradients through a training step: who is read, who is trained, where gradients stop."""
+"""Flow of gradients through the graphs of a training step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FUNCTION = re.compile(r"(\w+)\.apply\(")
 
 @dataclass(eq=False)
 class Cut:
-    """One op behind which gradients of parameters are gone.
+    """One op at the end of gradients.
 
     Attributes:
         op: Name of the op, ``"detach"``, ``".data"``, ``"no_grad"`` or the class of a custom function included.
@@ -89,7 +89,7 @@ class Term:
 
 @dataclass(eq=False)
 class Segment:
-    """A part of a step that eager mode may differentiate in another way: a reentrant checkpoint, a custom function."""
+    """A reentrant checkpoint or a custom function: eager mode may differ."""
 
     op: str
     source: str
@@ -98,7 +98,7 @@ class Segment:
 
 @dataclass(eq=False)
 class GradientFlow:
-    """The flow of gradients through all graphs of a step.
+    """The flow of gradients through all graphs.
 
     Attributes:
         names: Names of the parameters, by bit.
@@ -152,7 +152,7 @@ def _finish(flow: GradientFlow, reader: _Reader, roots: Sequence[fx.Node]) -> No
 
 
 class _Parts:
-    """Follows gradients through several graphs: values are known by the tensors that ran."""
+    """Follows gradients through several graphs, by the tensors of a run."""
 
     def __init__(self, flow: GradientFlow, bits: Mapping[int, int]) -> None:
         self._flow, self._bits = flow, bits
@@ -190,7 +190,7 @@ class _Parts:
             self._flow.loss |= before
 
     def _reach(self, value: Any) -> Reach:
-        """Return the parameters behind a tensor that a graph is given, or that is the loss."""
+        """Return the parameters behind an input of a graph, or the loss."""
         if not isinstance(value, Tensor):
             return NOTHING
         if id(value) in self._bits:
@@ -210,7 +210,7 @@ class _Parts:
         return found
 
     def _behind(self, value: Tensor) -> Reach:
-        """Follow the autograd graph of a tensor that code between the graphs has made."""
+        """Follow the autograd graph of a tensor from between two graphs."""
         found, todo, seen = NOTHING, [value.grad_fn], set()
         while todo:
             fn: Any = todo.pop()
@@ -251,7 +251,7 @@ class _Reader:
         return self.outputs
 
     def written_inputs(self, inputs: Sequence[Any]) -> frozenset[int]:
-        """Return the identities of the inputs that the graph writes to, or to a view of them."""
+        """Return the identities of overwritten inputs."""
         pairs = zip(self._gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
         return frozenset(id(value) for node, value in pairs if _storage(fake_of(node)) in self._written - {None})
 
@@ -318,7 +318,7 @@ class _Reader:
             self.reach[alias] = result if name == "detach_" else self.reach.get(alias, NOTHING) | result
 
     def _behind(self, node: fx.Node, name: str) -> tuple[int, Cut | None]:
-        """Return the bits that are trained behind an op, and the cut of the others."""
+        """Return the trained bits behind an op, and the cut of the others."""
         cut = Cut(name, source_of(node), "", 0)
         stops = self._stop(node, name)
         if stops is not None:
@@ -346,7 +346,7 @@ class _Reader:
         return trained, cut
 
     def _stop(self, node: fx.Node, name: str) -> tuple[str, str] | None:
-        """Return name and reason of an op that hands on no gradient; None for another one."""
+        """Return name and reason of an op without a gradient; None otherwise."""
         made = list(tensors_in(node.meta.get("example_value")))
         if any(map(autograd.is_transformed, made)):  # inside of a vmap, where fake tensors need no gradient
             return None
@@ -364,7 +364,7 @@ class _Reader:
         return None
 
     def _leaves(self, node: fx.Node) -> list[fx.Node]:
-        """Return the inputs of the graph that the result of ``torch.autograd.grad`` depends on differentiably.
+        """Return the placeholders behind a result of ``torch.autograd.grad``.
 
         It is computed from them, and not from what is differentiated: a shift of that has no influence.
         """
@@ -372,7 +372,7 @@ class _Reader:
         return [given for given in self._gm.graph.find_nodes(op="placeholder") if id(fake_of(given)) in leaves]
 
     def _differentiable(self, node: fx.Node, name: str) -> tuple[Collection[fx.Node] | None, str]:
-        """Return the inputs that get a gradient from an op, None for all, and why others get none."""
+        """Return the inputs with a gradient, None for all, and the reason of others."""
         if name == "apply":
             left_out = _inputs_without_gradient(node)
             given = [one for one in node.all_input_nodes if one not in left_out]
@@ -385,7 +385,7 @@ class _Reader:
 
 
 def _leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the identities of the leaves that autograd leads to."""
+    """Return the identities of the leaves behind tensors."""
     found, seen = set(), set()
     todo: list[Any] = [t.grad_fn for t in tensors]
     while todo:
@@ -412,7 +412,7 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that an op writes to; an embedding with ``max_norm`` its weight."""
+    """Return the overwritten inputs of an op, the weight of an embedding included."""
     if op_name(node) == "embedding" and node.op == "call_function":
         bound = dict(zip(_EMBEDDING, node.args, strict=False)) | node.kwargs
         weight = bound.get("weight")
@@ -433,13 +433,13 @@ def _has_tensors(node: fx.Node) -> bool:
 
 
 def _function_name(node: fx.Node) -> str:
-    """Return the class of a custom function, by the line that applies it."""
+    """Return the class of a custom function, by its source line."""
     found = _FUNCTION.search(source_of(node))
     return found[1] if found else "apply"
 
 
 def _inputs_without_gradient(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs of a custom function for which its backward returns None."""
+    """Return the inputs of a custom function without a gradient."""
     body, module = node.args[1], node.graph.owning_module
     if not isinstance(body, fx.Node) or module is None:
         return []
@@ -454,7 +454,7 @@ def _inputs_without_gradient(node: fx.Node) -> list[fx.Node]:
 
 
 def _connected(node: fx.Node) -> list[fx.Node] | None:
-    """Return the inputs from which autograd leads to the result of an op; None where that is not known."""
+    """Return the differentiable inputs of an op by autograd; None if not known."""
     targets: dict[Any, fx.Node] = {}
     made = list(tensors_in(node.meta.get("example_value")))
     if any(map(autograd.is_transformed, made)):

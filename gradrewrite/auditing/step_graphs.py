@@ -61,7 +61,7 @@ class _Traced(BaseException):  # not an Exception: torch wraps those
 
 
 class _Recorder:
-    """A backend that keeps Dynamo graphs, and runs them op by op if the step has several."""
+    """A backend for keeping Dynamo graphs; it runs several of them."""
 
     def __init__(self, *, is_whole: bool) -> None:
         self.graphs: list[StepGraph] = []
@@ -87,7 +87,7 @@ class _Recorder:
 def trace_step(
     model: nn.Module, compute_loss: ComputeLoss | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> StepGraphs:
-    """Trace forward and loss of a model; they run, op by op, only if they are several graphs.
+    """Trace forward and loss of a model; several graphs run op by op.
 
     Errors of the model itself pass through; TraceError if torch cannot trace it.
     """
@@ -133,7 +133,7 @@ def _traced(
 
 
 def loss_in(output: Any) -> Any:
-    """Return the loss of a model's output where it has one (``.loss``, ``["loss"]``), else the output."""
+    """Return ``.loss`` or ``["loss"]`` of an output, else the output."""
     if isinstance(output, Tensor):
         return output
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)

@@ -1,4 +1,4 @@
-"""``audit``: parameters without training, and the op and line behind it."""
+"""``audit``: untrained parameters, with op and line."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Audit:
         return f"{trained} of {len(self.rows)} parameters are trained{more}{end}."
 
     def __str__(self) -> str:
-        """The faults with their lines and advice, the parameters that are not trained, the remarks."""
+        """Faults with lines and advice, untrained parameters, remarks."""
         parts = [self.headline]
         for cause in self.causes:
             at = [f"  {cause.source}"] if cause.source else []
@@ -216,7 +216,7 @@ def _patterns(trained: str | Sequence[str] | None, model: nn.Module) -> tuple[st
 
 
 def _watched(model: nn.Module) -> set[str]:
-    """Return the parameters with rows that may be frozen: those with hooks, and embeddings with padding."""
+    """Return parameters with hooks, and embeddings with padding: rows may be frozen."""
     hooked = {name for name, p in model.named_parameters() if p._backward_hooks}
     padded = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None)
     return hooked | {f"{name}.weight" if name else "weight" for name in padded}
@@ -340,7 +340,7 @@ class _Judge:
         self._note_partial_cuts()
 
     def _note_terms(self) -> None:
-        """Note the parameters that one of several losses reads and does not train."""
+        """Note parameters with a cut on the way to one of several losses."""
         found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for name, bit in zip(self._flow.names, (1 << n for n in range(len(self._flow.names))), strict=True):
             own = [term for term in self._flow.terms if term.reach.trained & bit]

@@ -78,14 +78,14 @@ class _ParameterHook:
                 watch.note_outside(parameter)
 
 
-_own_backwards: set[object] = set()  # blocks that are open; hooks of a device run on threads of their own
+_own_backwards: list[object] = []  # blocks that are open; hooks of a device run on threads of their own
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Let backwards of plain models pass inside the block: they are ours."""
     block = object()
-    _own_backwards.add(block)
+    _own_backwards.append(block)
     try:
         yield
     finally:

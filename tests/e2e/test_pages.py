@@ -25,6 +25,7 @@ from helpers import ROOT
 PAGES = ROOT / "docs"
 RUN = ["guide", "index", "pictures", "report", "diagnosis", "differences", "benchmarks"]
 TESTED_ELSEWHERE = [
+    "audit",
     "backward",
     "cheatsheet",
     "distributed",
