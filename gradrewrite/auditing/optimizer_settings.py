@@ -1,5 +1,0 @@
-"""stub"""
-
-
-def optimizer_causes(*a):
-    return [], []
