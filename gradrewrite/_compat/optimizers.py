@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,11 @@ def foreach_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 _OWN = ("torch.optim.", "gradrewrite.")  # modules whose wrappers of ``step`` read no gradient
+
+
+_NARROW = tuple(
+    f"torch.optim.{name}" for name in ("adam", "adamw", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop")
+)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
@@ -86,6 +92,12 @@ def may_read_gradients(optimizer: torch.optim.Optimizer, step: Callable[..., Any
             return True
         function = vars(function).get("__wrapped__")
     return False
+
+
+def computes_in_dtype_of_parameters(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether ``step`` is torch's, and adds ``eps`` in the dtype of a parameter; fused Adam computes in float32."""
+    is_wide = group.get("fused") and isinstance(optimizer, torch.optim.Adam)
+    return not is_wide and inspect.unwrap(type(optimizer).step).__module__ in _NARROW
 
 
 def has_factored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:

@@ -17,7 +17,7 @@ from gradrewrite.instrumentation.source_locations import source_of
 
 Number = int | float | complex
 Loss = Literal["zero", "one", "infinite", "step"]  # "step": of a running average, which rounds off
-Role = Literal["term", "factor", "divisor", "weight", "bound", "fill", "element", "eps", "logit"]
+Role = Literal["term", "factor", "divisor", "weight", "bound", "fill", "element", "eps", "norm", "logit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,16 @@ def vanishing_constants(graphs: Iterable[fx.GraphModule]) -> list[Cause]:
     faults = [fault for gm in graphs for graph in _graphs_in(gm) for fault in _faults_in(graph)]
     first = {(f.source or f.op, repr(f.number), f.dtype): f for f in reversed(faults)}
     return [_cause(fault) for fault in reversed(first.values())]
+
+
+def vanishes(number: Number, dtype: torch.dtype) -> bool:
+    """Whether a nonzero number is 0 in a dtype."""
+    return dtype.is_floating_point and _rounded(number, dtype) == "zero"
+
+
+def least_eps(dtype: torch.dtype) -> float:
+    """Return the least power of ten that a dtype holds in full precision."""
+    return float(10.0 ** math.ceil(math.log10(torch.finfo(dtype).smallest_normal)))
 
 
 def _graphs_in(gm: fx.GraphModule) -> Iterator[fx.Graph]:
@@ -138,7 +148,7 @@ def _lost(node: fx.Node, role: Role, number: Number, dtype: torch.dtype) -> Loss
     loss = _rounded(number, _computing(dtype) if role == "divisor" else dtype)
     if loss == "one" and not (role == "bound" or (role == "term" and abs(1 - abs(number)) < _GUARD)):
         return None
-    return None if role == "eps" and loss == "infinite" else loss
+    return None if role in ("eps", "norm") and loss == "infinite" else loss
 
 
 def _lost_factor(node: fx.Node, number: Number, dtype: torch.dtype) -> Loss | None:
@@ -224,8 +234,8 @@ def _advice(fault: _Fault) -> str:
         return f"Keep the average in {_wider(fault)}, and cast it where it is read."
     if fault.loss == "one" and fault.role != "logit":
         return f"Use 1 - {limits.eps:.3g}, or compute this line in {_wider(fault)}."
-    least = max(limits.smallest_normal, limits.eps if fault.loss == "one" else 0.0)
-    return f"Use {10.0 ** math.ceil(math.log10(least)):g}, or compute this line in {_wider(fault)}."
+    least = limits.eps if fault.loss == "one" else least_eps(fault.dtype)
+    return f"Use {least:.3g}, or compute this line in {_wider(fault)}."
 
 
 def _wider(fault: _Fault) -> str:
@@ -252,7 +262,8 @@ _EFFECTS: Mapping[tuple[Role, Loss], str] = {
     ("bound", "one"): "does not keep values from it",
     ("fill", "zero"): "writes 0",
     ("element", "zero"): "holds 0",
-    ("eps", "zero"): "adds nothing, and divides by 0 or takes its logarithm",
+    ("eps", "zero"): "adds nothing",
+    ("norm", "zero"): "divides by 0 where a norm is 0",
     ("logit", "zero"): "is infinite at 0 and at 1",
     ("logit", "one"): "is infinite at 1",
 }
@@ -286,8 +297,8 @@ _OPS: Mapping[str, _Op] = {
     "new_tensor": _Op("element", (_Argument(1, "data"),)),
     **dict.fromkeys(_CASTS, _Op("element", (_Argument(0),))),
     "logit": _Op("logit", (_Argument(1, "eps"),)),
-    "normalize": _Op("eps", (_Argument(3, "eps", 1e-12),)),
-    "cosine_similarity": _Op("eps", (_Argument(3, "eps", 1e-8),)),
+    "normalize": _Op("norm", (_Argument(3, "eps", 1e-12),)),
+    "cosine_similarity": _Op("norm", (_Argument(3, "eps", 1e-8),)),
     "pairwise_distance": _Op("eps", (_Argument(3, "eps", 1e-6),)),
     "poisson_nll_loss": _Op("eps", (_Argument(5, "eps", 1e-8),)),
     "gaussian_nll_loss": _Op("eps", (_Argument(4, "eps", 1e-6),)),

@@ -70,7 +70,7 @@ PLANTED: dict[str, tuple[torch.dtype, float, Function, str, float | None]] = {
     "maximum": (F16, 0.0, lambda x: torch.maximum(x, torch.tensor(1e-8)), "`maximum` does not keep values from 0", 0.0),
     "tensor": (F16, 0.0, lambda x: x + torch.tensor(1e-8, dtype=F16), "1e-08 is 0 in float16: `tensor` holds 0", 0.0),
     "normalize": (F16, 0.0, lambda x: F.normalize(x, dim=0), "1e-12 is 0 in float16: `normalize`", math.nan),
-    "cosine": (F16, 0.0, lambda x: F.cosine_similarity(x, x, dim=0), "`cosine_similarity` adds nothing", math.nan),
+    "cosine": (F16, 0.0, lambda x: F.cosine_similarity(x, x, dim=0), "`cosine_similarity` divides by 0", math.nan),
     "poisson": (F16, 0.0, lambda x: F.poisson_nll_loss(x, x + 1, log_input=False), "1e-08 is 0", math.inf),
     "pairwise": (F16, 0.0, lambda x: F.pairwise_distance(x[None], x[None], eps=1e-8), "`pairwise_distance`", 0.0),
     "where": (F16, 0.0, lambda x: torch.where(MASK, -1e9, x), "-1e+09 is beyond the range of float16", -math.inf),
