@@ -95,7 +95,10 @@ def may_read_gradients(optimizer: torch.optim.Optimizer, step: Callable[..., Any
 
 
 def computes_in_dtype_of_parameters(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether ``step`` is torch's, and adds ``eps`` in the dtype of a parameter; fused Adam computes in float32."""
+    """Whether torch's own ``step`` adds eps in the parameter's dtype.
+
+    Fused Adam computes in float32; other classes are not known.
+    """
     is_wide = group.get("fused") and isinstance(optimizer, torch.optim.Adam)
     return not is_wide and inspect.unwrap(type(optimizer).step).__module__ in _NARROW
 

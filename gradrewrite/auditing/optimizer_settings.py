@@ -1,4 +1,4 @@
-"""Faults in how an optimizer was made: parameters that it lacks, and settings that undo training."""
+"""Faults of an optimizer: parameters it lacks, settings against training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True, slots=True)
 class _Audited:
-    """A model and its optimizer, with what is known of the gradients."""
+    """A model, its optimizer, and its gradients."""
 
     optimizer: torch.optim.Optimizer
     model: nn.Module
@@ -35,7 +35,7 @@ class _Audited:
         return [p for _, group in self.groups() for p in group["params"]]
 
     def names_in(self, group: Mapping[str, Any]) -> list[str]:
-        """Names of the parameters of the model in a group, each once."""
+        """Names of the model's parameters in a group, each once."""
         return list(dict.fromkeys(self.names[id(p)] for p in group["params"] if id(p) in self.names))
 
     def trained_in(self, group: Mapping[str, Any]) -> list[str]:
@@ -68,7 +68,7 @@ def optimizer_causes(
 
 
 def _missing(audited: _Audited) -> tuple[list[Cause], list[str]]:
-    """Parameters that the optimizer lacks, and tensors of it that are none of the model."""
+    """Parameters the optimizer lacks, and its tensors from elsewhere."""
     held = {id(p) for p in audited.held()}
     others = [p for p in audited.held() if id(p) not in audited.names]
     missing = {
@@ -83,33 +83,30 @@ def _missing(audited: _Audited) -> tuple[list[Cause], list[str]]:
             f"The optimizer holds float32 tensors in the shapes of {_listed(masters)}: they are taken for master "
             "weights; copy them back into the parameters after each update."
         )
-    elif others and not _matched(missing, others):
-        remarks.append(
-            f"{_count(others, 'tensor')} of the optimizer ({_shapes(others)}) are no parameters of the model."
-        )
+    elif others and (not missing or len(_matched(missing, others)) < len(missing)):
+        remarks.append(f"The optimizer holds {_count(others, 'tensor')} ({_shapes(others)}) from outside of the model.")
     missing = {name: p for name, p in missing.items() if name not in masters}
     return ([_missing_cause(audited, missing, others)] if missing else []), remarks
 
 
 def _missing_cause(audited: _Audited, missing: Mapping[str, Tensor], others: Sequence[Tensor]) -> Cause:
+    site = f"gradient:{next(iter(missing))}"
     text = f"{_count(missing, 'parameter')} with a gradient "
     text += f"{_is_are(missing)} not in the optimizer and never changed: {_listed(missing)}."
-    rebuilt = _matched(missing, others)
-    if not rebuilt:
+    if len(_matched(missing, others)) < len(missing):
         advice = f'Add {_them(missing)}: optimizer.add_param_group({{"params": [...]}}), or freeze {_them(missing)}: '
-        advice += "parameter.requires_grad_(False)."
-        return Cause("not in the optimizer", f"gradient:{next(iter(missing))}", text=text, advice=advice)
+        return Cause("not in the optimizer", site, text=text, advice=f"{advice}parameter.requires_grad_(False).")
     text += (
         f" The optimizer holds {_count(others, 'tensor')} ({_shapes(others)}) that the model no longer has: parameters "
         "were replaced after it was made."
     )
     name = type(audited.optimizer).__name__
     advice = f"Make the optimizer after the last change of the model: optimizer = {name}(model.parameters(), ...)."
-    return Cause("not in the optimizer", f"gradient:{next(iter(missing))}", text=text, advice=advice)
+    return Cause("not in the optimizer", site, text=text, advice=advice)
 
 
 def _matched(missing: Mapping[str, Tensor], others: Sequence[Tensor]) -> list[str]:
-    """Return the names of parameters in whose shapes the optimizer has other tensors."""
+    """Return the parameters with an equal shape among other tensors."""
     left = Counter(tuple(p.shape) for p in others)
     names = []
     for name, parameter in missing.items():
@@ -163,7 +160,7 @@ def _zero_rates(audited: _Audited) -> tuple[list[Cause], list[str]]:
 
 
 def _decayed_masks(audited: _Audited) -> tuple[list[Cause], list[str]]:
-    """Rows without a gradient that a hook or ``padding_idx`` freezes, and weight decay moves."""
+    """Rows frozen by a hook or ``padding_idx``, moved by weight decay."""
     causes, remarks = [], []
     for number, group in audited.groups():
         decay: Any = group.get("weight_decay")
@@ -185,7 +182,7 @@ def _decayed_masks(audited: _Audited) -> tuple[list[Cause], list[str]]:
 
 
 def _frozen_rows(audited: _Audited, name: str) -> tuple[list[int], str, bool]:
-    """Return rows that something freezes and decay moves, the reason, and whether that is sure."""
+    """Return frozen rows, the reason, and whether it is sure."""
     parameter, users = audited.named[name], _users(audited.model, audited.named[name])
     still = _rows_without_gradient(parameter, [step[name] for step in audited.steps if name in step])
     paddings = {m.padding_idx for m in users if isinstance(m, nn.Embedding | nn.EmbeddingBag)} - {None}
@@ -200,7 +197,7 @@ def _users(model: nn.Module, parameter: Tensor) -> list[nn.Module]:
 
 
 def _rows_without_gradient(parameter: Tensor, gradients: Sequence[Tensor]) -> list[int]:
-    """Return rows that are not 0 and whose gradients all are, though others have some."""
+    """Return the nonzero rows without a gradient, if others have one."""
     if parameter.dim() == 0 or not gradients:
         return []
     dense = [g.detach().to_dense() if g.is_sparse else g.detach() for g in gradients]
@@ -230,7 +227,7 @@ def _vanishing_eps(audited: _Audited) -> Iterator[Cause]:
 
 
 def _lost_eps(audited: _Audited) -> dict[tuple[float, torch.dtype], list[str]]:
-    """Return the parameters whose dtype loses the eps of their group, by both."""
+    """Return parameters by lost eps and dtype."""
     lost: dict[tuple[float, torch.dtype], list[str]] = {}
     for _, group in audited.groups():
         eps: Any = group.get("eps")

@@ -110,7 +110,17 @@ def test_parameters_of_another_module_are_a_remark() -> None:
     causes, remarks = audit(SGD([*model.parameters(), *weights], lr=0.1), model)
 
     assert causes == []
-    assert remarks == ["2 tensors of the optimizer ([7] x 2) are no parameters of the model."]
+    assert remarks == ["The optimizer holds 2 tensors ([7] x 2) from outside of the model."]
+
+
+def test_forgotten_parameters_beside_those_of_another_module() -> None:
+    model, weight = TwoLayers(), nn.Parameter(torch.ones(3))
+    causes, remarks = audit(SGD([*model.two.parameters(), weight], lr=0.1), model)  # one.bias has its shape
+
+    assert [cause.text for cause in causes] == [
+        "2 parameters with a gradient are not in the optimizer and never changed: one.weight, one.bias."
+    ]
+    assert remarks == ["The optimizer holds 1 tensor ([3]) from outside of the model."]
 
 
 def test_float32_copies_of_narrow_parameters_are_master_weights() -> None:
@@ -184,7 +194,7 @@ def masked(model: nn.Linear) -> list[Mapping[str, Tensor]]:
     mask = torch.ones_like(model.weight)
     mask[0] = 0
     model.weight.register_hook(mask.mul)
-    steps = []
+    steps: list[Mapping[str, Tensor]] = []
     for _ in range(2):
         model.zero_grad()
         model(torch.randn(5, model.in_features)).square().sum().backward()
