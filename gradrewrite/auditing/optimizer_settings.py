@@ -1,4 +1,4 @@
-"""Faults of an optimizer: parameters it lacks, settings against training."""
+"""Faults of an optimizer: missing parameters, settings against training."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite._compat.optimizers import computes_in_dtype_of_parameters, inside_of
+from gradrewrite._utils.formatting import listed
 from gradrewrite.auditing.constants import least_eps, vanishes
 from gradrewrite.diagnostics.causes import Cause
 
@@ -68,7 +69,7 @@ def optimizer_causes(
 
 
 def _missing(audited: _Audited) -> tuple[list[Cause], list[str]]:
-    """Parameters the optimizer lacks, and its tensors from elsewhere."""
+    """Return missing parameters as faults, tensors from elsewhere as remarks."""
     held = {id(p) for p in audited.held()}
     others = [p for p in audited.held() if id(p) not in audited.names]
     missing = {
@@ -251,8 +252,7 @@ def _idle(audited: _Audited) -> Iterator[str]:
 
 
 def _listed(names: Collection[str]) -> str:
-    first = ", ".join(list(names)[:_MOST_NAMES])
-    return first if len(names) <= _MOST_NAMES else f"{first} and {len(names) - _MOST_NAMES} more"
+    return listed(list(names), _MOST_NAMES)
 
 
 def _rows(rows: Sequence[int]) -> str:
