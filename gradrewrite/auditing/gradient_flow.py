@@ -135,18 +135,16 @@ def flow_of(step: StepGraphs, model: nn.Module) -> GradientFlow:
         given = (Reach(bits.get(id(value), 0), bits.get(id(value), 0)) for value in step.graphs[0].inputs)
         reader.begin(list(given))
         roots = [node for node in reader.read_all() if _needs_gradient(node)]
-        _finish(flow, reader, roots or reader.outputs)
+        flow.loss = _union(reader.reach.get(root, NOTHING) for root in roots or reader.outputs)
+        _note_terms(flow, reader, roots)
         flow.written = reader.written_inputs(step.graphs[0].inputs)
         return flow
     _Parts(flow, bits).read(step)
     return flow
 
 
-def _finish(flow: GradientFlow, reader: _Reader, roots: Sequence[fx.Node]) -> None:
-    for root in roots:
-        flow.loss |= reader.reach.get(root, NOTHING)
-    nodes: Iterable[fx.Node] = reader.forms.atoms(roots[0]) if len(roots) == 1 else roots
-    nodes = list(dict.fromkeys(nodes))
+def _note_terms(flow: GradientFlow, reader: _Reader, roots: Sequence[fx.Node]) -> None:
+    nodes = list(reader.forms.atoms(roots[0]) if len(roots) == 1 else dict.fromkeys(roots))
     if 1 < len(nodes) <= _MAX_TERMS:
         flow.terms = [Term(op_name(node), source_of(node), reader.reach.get(node, NOTHING)) for node in nodes]
 
@@ -182,12 +180,10 @@ class _Parts:
         losses = [t for t in tensors_in(step.loss) if t.is_floating_point()]
         for loss in [t for t in losses if t.requires_grad] or losses:
             self._flow.loss |= self._reach(loss)
-        reader, outputs = readers[-1] if readers else (None, ())
-        if reader is not None and len(losses) == 1 and any(losses[0] is t for t in outputs):
-            number = next(n for n, t in enumerate(outputs) if t is losses[0])
-            before = self._flow.loss
-            _finish(self._flow, reader, [reader.outputs[number]])
-            self._flow.loss |= before
+        for reader, outputs in readers[-1:]:  # of a loss that the last one makes the terms are known
+            for node, tensor in zip(reader.outputs, outputs, strict=True):
+                if len(losses) == 1 and tensor is losses[0]:
+                    _note_terms(self._flow, reader, [node])
 
     def _reach(self, value: Any) -> Reach:
         """Return the parameters behind an input of a graph, or the loss."""

@@ -205,4 +205,4 @@ def test_inputs_that_the_step_overwrites_are_known() -> None:
     model = TwoParameters(writes)
     found = flow_of(trace_step(model, None, (), {}), model)
 
-    assert found.written == {id(model.b)}
+    assert found.written == frozenset((id(model.b),))
