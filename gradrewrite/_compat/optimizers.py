@@ -97,10 +97,9 @@ def may_read_gradients(optimizer: torch.optim.Optimizer, step: Callable[..., Any
 def computes_in_dtype_of_parameters(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether torch's own ``step`` adds eps in the parameter's dtype.
 
-    Fused Adam computes in float32; other classes are not known.
+    Fused kernels compute in float32 (Adagrad's from torch 2.15 on); other classes are not known.
     """
-    is_wide = group.get("fused") and isinstance(optimizer, torch.optim.Adam)
-    return not is_wide and inspect.unwrap(type(optimizer).step).__module__ in _NARROW
+    return not group.get("fused") and inspect.unwrap(type(optimizer).step).__module__ in _NARROW
 
 
 def has_factored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:

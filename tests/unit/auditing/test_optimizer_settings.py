@@ -267,7 +267,6 @@ LOSSY: dict[str, Callable[[nn.Module], Optimizer]] = {
     "radam": lambda m: RAdam(m.parameters(), foreach=True),
     "adamax": lambda m: Adamax(m.parameters()),
     "adagrad": lambda m: Adagrad(m.parameters()),
-    "fused adagrad": lambda m: Adagrad(m.parameters(), fused=True),
     "rmsprop": lambda m: RMSprop(m.parameters()),
 }
 
