@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import inspect
 import itertools
 import math
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +18,27 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite import passes
+from gradrewrite._locate import locate_in_step
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
-from gradrewrite.backends.model_state import state_of
+from gradrewrite.backends.model_state import ModelState, state_of
+from gradrewrite.backends.traced_step import METHOD, ComputeLoss, TrainingStep, arguments_of
 from gradrewrite.diagnostics.causes import Cause, Outcome
-from gradrewrite.diagnostics.constant_answers import Targets
+from gradrewrite.diagnostics.constant_answers import Classes, Targets
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.module import RewrittenModule, shown, transform
+from gradrewrite.module import RewrittenModule, restore, shown, transform
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.optimizer.guard import guard
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import leave_out_unsupported, on
+from gradrewrite.replay.interpreter import BEFORE_BREAK, FROM_BEHIND, FROM_LOSS
+from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.sites import Site
 
 if TYPE_CHECKING:
@@ -46,6 +51,9 @@ GLOBAL_BOUND = 1.0  # of the global clip that is tried, as most trainings have i
 _RECTIFIERS = frozenset(("relu", "relu_", "relu6", "threshold"))
 _SATURATING = frozenset(("tanh", "tanh_", "sigmoid", "sigmoid_"))
 _NAMED = 5  # parameters in one remark
+_LINE = re.compile(r'[^"]+:\d+ ".*"(?=: )')  # before the reason of a graph break
+_MOST_GRAPHS = 4  # of a model with its loss: a Python value that changes, as a counter, makes one a step
+_MOST_BREAKS = 3  # in the text of one cause
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ def diagnose(
     batches: Iterable[Any],
     *,
     loss: Loss | None = None,
+    compute_loss: ComputeLoss | None = None,
     optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
     steps: int = 50,
     compile: bool = False,
@@ -124,9 +133,12 @@ def diagnose(
     are not finite are recorded. It stops at the first step that is not finite, and replays it to find the op. Outcome
     and causes are those of ``gradrewrite report``; ``docs/diagnosis.md`` has the thresholds.
 
+    The loss is traced with the model, as one graph, so that an op of the loss is found as one of the model is. Where
+    the tracer cannot follow it, it runs beside the graph, and the line that stops the tracer is named.
+
     The model, the optimizer, gradients, buffers and torch's random state stay as they were, bit for bit: a deep copy
-    is trained, which takes the memory of a second model. A ``loss`` that reads the model itself reads the original;
-    the generators of Python and NumPy go on.
+    is trained, which takes the memory of a second model. A ``loss`` that reads the model itself reads the original, and
+    ``compute_loss`` is given the copy; the generators of Python and NumPy go on.
 
     Args:
         model: A module in the mode in which it is to run; it is called with each batch.
@@ -135,6 +147,8 @@ def diagnose(
         loss: ``(output, batch) -> scalar``; the model is then given the first parts of a batch, as many as its forward
             has parameters without a default; of a mapping those that it has. None if the model returns the loss, or an
             object with ``.loss``.
+        compute_loss: ``(model, *args, **kwargs) -> scalar``, in the place of ``loss``, with the parts of a batch: it
+            calls the model itself, as often as it likes.
         optimizer: A function from parameters to an optimizer, or an optimizer of the model, which is copied with its
             state. None looks at gradients without an update.
         steps: How many steps at most.
@@ -148,8 +162,8 @@ def diagnose(
     Raises:
         TypeError: ``model`` is no module, rewritten already, or cannot be copied; or the loss is no tensor with one
             element.
-        ValueError: ``steps`` is not a whole number >= 1, there is no batch, or the optimizer has none of the model's
-            parameters.
+        ValueError: ``steps`` is not a whole number >= 1, there is no batch, ``loss`` and ``compute_loss`` are both
+            given, or the optimizer has none of the model's parameters.
         TraceError: The loss depends on no parameter.
 
     Example:
@@ -170,8 +184,18 @@ def diagnose(
     number = python_number(steps)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"gr.diagnose: steps is a whole number >= 1, got {number!r}")
-    train = _Trainer(model, loss, optimizer, number, compile=compile)
-    with show_progress("diagnose", "training"), kept_random_state(), torch.enable_grad():
+    if loss is not None and compute_loss is not None:
+        raise ValueError(
+            "gr.diagnose: loss, (output, batch) -> scalar, and compute_loss, (model, *args, **kwargs) -> scalar, are "
+            "two ways to say one thing; give one"
+        )
+    train = _Trainer(model, _Loss(loss, compute_loss), optimizer, number, compile=compile)
+    with (
+        show_progress("diagnose", "training"),
+        kept_random_state(),
+        _kept_gradients(model),
+        torch.enable_grad(),
+    ):
         stream: Iterable[Any] = list(_stream(batches, number)) if try_clips else _stream(batches, number)
         monitor, losses, evidence = train(stream, observe)
         health = examine(monitor.steps(), evidence=evidence)
@@ -230,12 +254,63 @@ def _kept(batches: Iterable[Any], seen: list[Any]) -> Iterator[Any]:
         yield batch
 
 
+@contextlib.contextmanager
+def _kept_gradients(model: nn.Module) -> Iterator[None]:
+    """Leave gradients as they are, if a loss reads the model."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The loss of a batch, in one of three forms."""
+
+    loss: Loss | None
+    compute_loss: ComputeLoss | None
+
+    @property
+    def step(self) -> TrainingStep | None:
+        """Model and loss as one function; None if the model returns its loss."""
+        given = self.loss, self.compute_loss
+        return None if given == (None, None) else TrainingStep(*given)
+
+    def __call__(self, model: nn.Module, batch: Any, targets: Targets) -> Tensor:
+        """Call the model, and compute the loss beside its graph."""
+        args, kwargs = arguments_of(model, batch, has_loss=self.loss is not None)
+        if self.compute_loss is not None:
+            return self.checked(self.compute_loss(model, *args, **kwargs))
+        output = model(*args, **kwargs)
+        value = output if isinstance(output, Tensor) else getattr(output, "loss", output)
+        if self.loss is not None:
+            with targets:
+                value = self.loss(output, batch)
+        return self.checked(value)
+
+    def checked(self, value: Any) -> Tensor:
+        """Return a loss as a number; TypeError or TraceError if it is none."""
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            way_out = "give loss=, a function (output, batch) -> scalar"
+            if self.compute_loss is not None:
+                way_out = "compute_loss is a function (model, *args, **kwargs) -> scalar"
+            raise TypeError(f"gr.diagnose: the loss is a tensor with one element, got {got}; {way_out}")
+        if not value.requires_grad:
+            raise TraceError("gr.diagnose: the loss depends on no parameter that needs a gradient", code="no-backward")
+        return value.reshape(())
+
+
 @dataclass
 class _Trainer:
     """Trains copies of one model from the same start."""
 
     model: nn.Module
-    loss: Loss | None
+    loss: _Loss
     optimizer: MakeOptimizer | torch.optim.Optimizer | None
     steps: int
     compile: bool
@@ -259,50 +334,24 @@ class _Trainer:
         self, batches: Iterable[Any], policy: Policy, stage: str, *, fullgraph: bool
     ) -> tuple[Monitor, list[float], Evidence]:
         model, optimizer = self._copies()
-        rewritten = transform(model, policy, fullgraph=fullgraph, monitor=Monitor(self.steps))
-        state = state_of(rewritten)
-        assert state is not None
-        if policy is observe:
-            state.serve_framework()
-        if self.compile:
-            rewritten.compile()
+        run = _Run(self, model, policy, fullgraph=fullgraph)
         if optimizer is not None and policy is not observe:
-            guard(optimizer, rewritten, max_consecutive_skips=self.steps + 1)
-        losses: list[float] = []
-        sizes: dict[int, float] = {}
-        failure, remark, recurrent = None, "", frozenset[str]()
-        targets = Targets()
+            guard(optimizer, run.rewritten, max_consecutive_skips=self.steps + 1)
         progress = current_progress()
         progress.begin(stage, self.steps)
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RewriteWarning)  # graph breaks and the like are among the remarks
             for batch in batches:
-                model.zero_grad()
-                value = self._loss(rewritten, batch, targets)
-                value.backward()
-                losses.append(float(value.detach()))
-                real = [t.detach() for t in tensors_in(batch) if t.is_floating_point() and t.numel()]
-                sizes |= {len(losses) - 1: max(float(t.abs().max()) for t in real)} if real else {}
-                if policy is observe:
-                    if not rewritten.explain().graphs:
-                        raise TraceError(
-                            "gr.diagnose: nothing of the model can be traced, so that nothing is recorded",
-                            code="no-backward",
-                        )
-                    rewritten.monitor.log("loss", losses[-1])
-                if _is_bad(rewritten.monitor, losses[-1]):
-                    failure, remark = last_failure(rewritten.monitor) if policy is observe else (None, "")
+                if not run.step(batch):
+                    run.explain(batch)
                     break
                 if optimizer is not None:
                     optimizer.step()
                 progress.advance()
-            if policy is observe:
-                recurrent = _recurrent(model, batch, self.loss)
-                self.graph = None if state.session.graphs.joint is None else shown(state.session.graphs.joint, model)
-        sites = {str(site): site for graph in rewritten.explain().graphs for site in graph.sites}
-        remarks = (*_remarks(rewritten), *([remark] if remark else []))
-        trained, constant = optimizer is not None, targets.constant_loss
-        return rewritten.monitor, losses, Evidence(sites, failure, sizes, trained, recurrent, remarks, constant)
+            recurrent = run.look(batch) if policy is observe else frozenset()
+        if policy is observe:
+            self.graph = run.graph
+        return run.rewritten.monitor, run.losses, run.evidence(recurrent, is_trained=optimizer is not None)
 
     def _copies(self) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         memo: dict[int, Any] = {}
@@ -321,21 +370,136 @@ class _Trainer:
             raise TypeError("gr.diagnose: LBFGS calls the model by itself; take another optimizer for the diagnosis")
         return model, optimizer
 
-    def _loss(self, model: nn.Module, batch: Any, targets: Targets) -> Tensor:
-        output = _call(model, batch, has_loss=self.loss is not None)
-        value = output if isinstance(output, Tensor) else getattr(output, "loss", output)
-        if self.loss is not None:
-            with targets:
-                value = self.loss(output, batch)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"gr.diagnose: the loss is a tensor with one element, got {got}; give loss=, a function (output, "
-                "batch) -> scalar"
-            )
-        if not value.requires_grad:
-            raise TraceError("gr.diagnose: the loss depends on no parameter that needs a gradient", code="no-backward")
-        return value.reshape(())
+
+class _Run:
+    """One training of a copy: its forwards and backwards, and the evidence.
+
+    An observed model is one graph with its loss, as far as that can be traced; a policy that is tried is one of the
+    model alone.
+    """
+
+    def __init__(self, trainer: _Trainer, model: nn.Module, policy: Policy, *, fullgraph: bool) -> None:
+        self.losses: list[float] = []
+        self._trainer, self._model, self._loss, self._fullgraph = trainer, model, trainer.loss, fullgraph
+        self._policy, self._monitor = policy, Monitor(trainer.steps)
+        self._is_observed = policy is observe
+        self._sizes: dict[int, float] = {}
+        self._failure: NonFiniteError | None = None
+        self._remark = ""
+        self._targets, self._classes = Targets(), Classes()
+        self._constant = math.nan  # of a loss in the graph
+        self._random: RandomState | None = None  # before the last step
+        self._step = trainer.loss.step
+        self._in_graph = False
+        if fullgraph and self._is_observed and self._step is not None:
+            with contextlib.suppress(TypeError):  # a class that has __slots__
+                self._step.add_to(model)
+                self._in_graph = True
+        self.rewritten = self._rewritten()
+
+    def _rewritten(self) -> RewrittenModule:
+        policy, methods = (observe_model, (METHOD,)) if self._in_graph else (self._policy, ())
+        options = {"fullgraph": self._fullgraph, "monitor": self._monitor, "methods": methods}
+        rewritten = transform(self._model, policy, **options)
+        if self._is_observed:
+            self._state_of(rewritten).serve_framework()
+        if self._trainer.compile:
+            rewritten.compile()
+        return rewritten
+
+    @staticmethod
+    def _state_of(rewritten: RewrittenModule) -> ModelState:
+        state = state_of(rewritten)
+        assert state is not None
+        return state
+
+    def _leave_graph(self) -> None:
+        """Compute the loss beside the graph from now on."""
+        restore(self.rewritten)
+        self._in_graph = False
+        self.rewritten = self._rewritten()
+
+    @property
+    def graph(self) -> JointGraph | None:
+        """The largest graph."""
+        joint = self._state_of(self.rewritten).session.graphs.joint
+        return None if joint is None else shown(joint, self._model)
+
+    def step(self, batch: Any) -> bool:
+        """Run a forward and a backward; return whether the step is finite."""
+        self._model.zero_grad()
+        self._random = RandomState.now([*self._model.parameters()]) if self._is_observed else None
+        value = self._value(batch)
+        value.backward()
+        self.losses.append(float(value.detach()))
+        real = [t.detach() for t in tensors_in(batch) if t.is_floating_point() and t.numel()]
+        if real:
+            self._sizes[len(self.losses) - 1] = max(float(t.abs().max()) for t in real)
+        if self._is_observed:
+            if not self.rewritten.explain().graphs:
+                raise TraceError(
+                    "gr.diagnose: nothing of the model can be traced, so that nothing is recorded", code="no-backward"
+                )
+            self.rewritten.monitor.log("loss", self.losses[-1])
+        if self._has_classes:
+            self._classes.count(batch)
+        if self._in_graph and len(self.rewritten.explain().graphs) > _MOST_GRAPHS:
+            self._leave_graph()
+        return not _is_bad(self.rewritten.monitor, self.losses[-1])
+
+    def _value(self, batch: Any) -> Tensor:
+        if self._in_graph:
+            assert self._step is not None
+            try:
+                args, kwargs = self._step.arguments(self._model, batch)
+                return self._loss.checked(getattr(self.rewritten, METHOD)(*args, **kwargs))
+            except Exception:  # a graph break; or the user's own, which comes again below
+                self._leave_graph()
+        return self._loss(self.rewritten, batch, self._targets)
+
+    @property
+    def _has_classes(self) -> bool:
+        graphs = self.rewritten.explain().graphs if self._in_graph else ()
+        return any(site.op == "cross_entropy" for graph in graphs for site in graph.sites)
+
+    def explain(self, batch: Any) -> None:
+        """Find the op of the last step, which is not finite; with the loss beside the graph by another run."""
+        if not self._is_observed:
+            return
+        self._failure, self._remark = last_failure(self.rewritten.monitor)
+        skipped: Sequence[str] = self.rewritten.explain().skipped
+        if self._step is not None and not self._in_graph and _came_from_outside(self._failure):
+            args, kwargs = self._step.arguments(self._model, batch)
+            found, skipped = locate_in_step(self._model, self._step, args, kwargs, self._random)
+            self._failure = self._failure if found is None else with_number_of(found, self._failure)
+        if self._failure is not None:
+            name_break(self._failure, skipped)
+
+    def look(self, batch: Any) -> frozenset[str]:
+        """Run the last step again without a graph; return the modules with a call that reads the one before."""
+        targets, loss = Targets(), self._loss
+
+        def run() -> None:
+            args, kwargs = arguments_of(self._model, batch, has_loss=loss.loss is not None)
+            if loss.compute_loss is not None:
+                with targets:
+                    loss.compute_loss(self._model, *args, **kwargs)
+            elif self._has_classes:
+                loss(self._model, batch, targets)
+            else:
+                self._model(*args, **kwargs)
+
+        found = _recurrent(self._model, run)
+        if self._has_classes:
+            self._constant = targets.constant_loss_over(self._classes, batch)
+        return found
+
+    def evidence(self, recurrent: frozenset[str], *, is_trained: bool) -> Evidence:
+        """Return what is known of the training beside its records."""
+        sites = {str(site): site for graph in self.rewritten.explain().graphs for site in graph.sites}
+        remarks = (*_remarks(self.rewritten), *([self._remark] if self._remark else []))
+        constant = self._constant if self._has_classes else self._targets.constant_loss
+        return Evidence(sites, self._failure, self._sizes, is_trained, recurrent, remarks, constant)
 
 
 @leave_out_unsupported
@@ -349,6 +513,12 @@ def observe(site: Site) -> list[Any] | None:
     if site.kind == "gradient":
         return [passes.Observe("norm", "zeros"), passes.CheckFinite("record")]
     return None
+
+
+@leave_out_unsupported
+def observe_model(site: Site) -> list[Any] | None:
+    """Record all that the judge reads of a model, and nothing of a loss that is traced with it."""
+    return None if site.is_outside and site.kind in ("activation", "error") else observe(site)
 
 
 def _is_bad(monitor: Monitor, loss: float) -> bool:
@@ -367,7 +537,7 @@ def last_failure(monitor: Monitor) -> tuple[NonFiniteError | None, str]:
         return None, f"The step that is not finite could not be replayed: {err}."
 
 
-def _recurrent(model: nn.Module, batch: Any, loss: Loss | None) -> frozenset[str]:
+def _recurrent(model: nn.Module, run: Callable[[], None]) -> frozenset[str]:
     """Return the modules with a second call that reads the result of the first, by an eager forward."""
     returned: dict[str, set[Any]] = {}
     found = set()
@@ -391,26 +561,35 @@ def _recurrent(model: nn.Module, batch: Any, loss: Loss | None) -> frozenset[str
 
     handles = [module.register_forward_hook(look(name), with_kwargs=True) for name, module in model.named_modules()]
     try:
-        _call(model, batch, has_loss=loss is not None)
+        run()
     finally:
         for handle in handles:
             handle.remove()
     return frozenset(found)
 
 
-def _call(model: nn.Module, batch: Any, *, has_loss: bool) -> Any:
-    """Call a model with a batch; with a loss, for the rest of it, with the parts alone that its forward needs."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    kinds = {parameter.kind for parameter in parameters}
-    if isinstance(batch, Mapping):
-        if not has_loss or inspect.Parameter.VAR_KEYWORD in kinds:
-            return model(**batch)
-        return model(**{parameter.name: batch[parameter.name] for parameter in parameters if parameter.name in batch})
-    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    if has_loss and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        needed = [p for p in parameters if p.default is p.empty and p.kind is not inspect.Parameter.KEYWORD_ONLY]
-        args = args[: max(1, len(needed))]
-    return model(*args)
+def _came_from_outside(failure: NonFiniteError | None) -> bool:
+    """Whether no op of the graphs made the value."""
+    if failure is None:
+        return True
+    return failure.cause in (FROM_LOSS, FROM_BEHIND) or failure.cause.endswith(BEFORE_BREAK)
+
+
+def name_break(failure: NonFiniteError, skipped: Sequence[str]) -> None:
+    """Name the lines that stop the tracer in a failure whose value comes from there."""
+    if not (skipped and _came_from_outside(failure)):
+        return
+    lines = "; ".join(dict.fromkeys(skipped[-_MOST_BREAKS:]))
+    failure.cause = f"the value comes from where the tracer cannot follow: {lines}"
+    match = _LINE.match(skipped[-1])
+    failure.source = match[0] if match else ""
+
+
+def with_number_of(found: NonFiniteError, failure: NonFiniteError | None) -> NonFiniteError:
+    """Return an error with the numbers of the step in which another was found."""
+    if failure is not None:
+        found.step, found.update, found.micro_batch = failure.step, failure.update, failure.micro_batch
+    return found
 
 
 def _remarks(model: RewrittenModule) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,12 @@ from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.entry_point import EntryPoint
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.session import Session
+from gradrewrite.backends.traced_step import METHOD, TrainingStep
 from gradrewrite.errors import NonFiniteError, TraceError
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.state_store import StateStore
+from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.rewriting.config import RewriteConfig
 
 
@@ -75,18 +78,64 @@ def run_once(
 
     Parameters, gradients, buffers, random state and inputs stay as they were. ``states`` are changed.
     """
-    monitor = Monitor()
     config = RewriteConfig(policy, dynamic=False, states=StateStore() if states is None else states)
+    return _run(model, config, args, kwargs, loss_of)[0]
+
+
+def locate_in_step(
+    model: nn.Module,
+    step: TrainingStep,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    random: RandomState | None = None,
+) -> tuple[NonFiniteError | None, tuple[str, ...]]:
+    """Run a step op by op, its loss traced with the model, in parts if it must be; return the error of its first op.
+
+    Nothing of the user's changes.
+
+    Args:
+        model: The plain model, with the values of the step.
+        step: The step.
+        args: Its arguments for the model.
+        kwargs: Its arguments for the model.
+        random: The random state in which it ran; None for the present one.
+
+    Returns:
+        The error, None if all that leaves the graphs is finite, or the step cannot be run; and the lines that the
+        tracer skipped, in order.
+    """
+    config = RewriteConfig([], fullgraph=False, dynamic=False, methods=("forward", METHOD))
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # of any kind: there is an error already
+        warnings.simplefilter("ignore")
+        monitor, session = _run(step.added_to(model), config, args, kwargs, lambda loss: loss, random)
+        skipped = session.graphs.explanation().skipped
+        with contextlib.suppress(RuntimeError):
+            return monitor.failure(anywhere=True), skipped
+        return None, skipped
+    return None, ()
+
+
+def _run(
+    model: nn.Module,
+    config: RewriteConfig,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_of: Callable[[Any], Tensor],
+    random: RandomState | None = None,
+) -> tuple[Monitor, Session]:
+    monitor = Monitor()
     session = Session(config, recorder_of(monitor), model)
     session.replay_all()
     backend = Backend(session, AotEager(), monitor)
-    entry_point = EntryPoint(session, lambda _: backend, backend, model, {})
+    entry_point = EntryPoint(session, lambda _: backend, backend, model, {}, config.methods[-1])
     given = list(tensors_in((args, kwargs)))
     leaves = [t for t in (*model.parameters(), *given) if t.requires_grad and t.is_leaf]
     written = [t for t in (*model.buffers(), *given) if not t.requires_grad]
     before = [(t, t.detach().clone(), t._version) for t in written]
     try:
         with torch.enable_grad(), kept_random_state():
+            if random is not None:
+                random.restore()
             loss = loss_of(entry_point(args, kwargs))
             with contextlib.suppress(NonFiniteError):  # the policy's own checks: what follows says more
                 torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -95,7 +144,7 @@ def run_once(
             for tensor, value, version in before:
                 if tensor._version != version:
                     tensor.copy_(value)
-    return monitor
+    return monitor, session
 
 
 def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:

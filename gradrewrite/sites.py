@@ -84,6 +84,7 @@ class Site:
             module calls around that, innermost first; empty for the sum over all uses.
         strides: How much the call of each address, and of each destination, grows from one iteration to the next; empty
             for 1.
+        is_outside: Whether an op outside of all calls of modules made the value, as in a loss that is traced.
     """
 
     kind: Kind
@@ -102,6 +103,7 @@ class Site:
     iteration: int | None = None
     destination: tuple[tuple[str, int], ...] = ()
     strides: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    is_outside: bool = field(default=False, repr=False, compare=False)
 
     @property
     def stride(self) -> int:

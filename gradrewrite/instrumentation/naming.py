@@ -144,6 +144,7 @@ class _Namer:
             source=value.source,
             may_be_infinite=value.may_be_infinite,
             addresses=tuple(addresses),
+            is_outside=not value.calls,
         )
 
     def has_use(self, value: Value) -> bool:

@@ -34,6 +34,10 @@ from gradrewrite.replay.observations import (
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
+FROM_LOSS = "the gradient that came from outside the model (the loss) was not finite already"
+FROM_BEHIND = "the gradient that came from behind this part of the model was not finite already"
+BEFORE_BREAK = "from before a graph break was not finite already"
+
 
 def replay(snapshot: StepSnapshot, failed: Mapping[str, Sequence[Site]]) -> ReplayResult:
     """Replay a step op by op, and check every value; change nothing of the user's.
@@ -288,15 +292,14 @@ class _Replay(Observing):
 
     def _describe_given(self, node: fx.Node) -> str:
         if node.name in self._replay_graph.tangents:
-            outside = "outside the model (the loss)" if self._replay_graph.is_whole else "behind this part of the model"
-            return f"the gradient that came from {outside} was not finite already"
+            return FROM_LOSS if self._replay_graph.is_whole else FROM_BEHIND
         known = self._replay_graph.inputs.get(node.name)
         if known is None:
             return "a value that came into the graph was not finite already"
         if known.role == "parameter":
             return f"the parameter {known.name} was not finite already: an earlier update, or what it began with"
         if known.role == "value":
-            return f"the value {known.name} from before a graph break was not finite already"
+            return f"the value {known.name} {BEFORE_BREAK}"
         return f"the {known.role} {known.name} was not finite already"
 
 
