@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from gradrewrite._locate import locate_in_step
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.model_state import ModelState, state_of
+from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.backends.traced_step import METHOD, ComputeLoss, TrainingStep, arguments_of
 from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.constant_answers import Classes, Targets
@@ -398,9 +399,9 @@ class _Run:
         self.rewritten = self._rewritten()
 
     def _rewritten(self) -> RewrittenModule:
-        policy, methods = (observe_model, (METHOD,)) if self._in_graph else (self._policy, ())
-        options = {"fullgraph": self._fullgraph, "monitor": self._monitor, "methods": methods}
-        rewritten = transform(self._model, policy, **options)
+        policy: Policy = observe_model if self._in_graph else self._policy
+        methods = (METHOD,) if self._in_graph else ()
+        rewritten = transform(self._model, policy, fullgraph=self._fullgraph, monitor=self._monitor, methods=methods)
         if self._is_observed:
             self._state_of(rewritten).serve_framework()
         if self._trainer.compile:
@@ -415,9 +416,11 @@ class _Run:
 
     def _leave_graph(self) -> None:
         """Compute the loss beside the graph from now on."""
+        count = state_dict(self.rewritten)  # of the updates
         restore(self.rewritten)
         self._in_graph = False
         self.rewritten = self._rewritten()
+        load_state_dict(self.rewritten, count)
 
     @property
     def graph(self) -> JointGraph | None:

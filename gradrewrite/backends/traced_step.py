@@ -28,7 +28,8 @@ class TrainingStep:
             return step(self, *args, **kwargs)
 
         method.__signature__ = self._signature(model)  # type: ignore[attr-defined]  # names of inputs
-        cls, metaclass = type(model), type(type(model))
+        cls = next(known for known in type(model).__mro__ if not issubclass(known, _HasStep))
+        metaclass: Any = type(cls)
         names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
         model.__class__ = metaclass(cls.__name__, (_HasStep, cls), {"__slots__": (), **names, METHOD: method})
 

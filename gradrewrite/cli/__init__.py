@@ -137,6 +137,9 @@ def _add_trainings(commands: _Commands) -> None:
     diagnose.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")
     diagnose.add_argument("--input", required=True, metavar="module:batches", help="makes the batches, or is them")
     diagnose.add_argument("--loss", metavar="module:loss", help="(output, batch) -> scalar (default: the output)")
+    diagnose.add_argument(
+        "--compute-loss", metavar="module:function", help="(model, *args, **kwargs) -> scalar, in its place"
+    )
     diagnose.add_argument("--optimizer", metavar="module:optimizer", help="makes it from parameters (default: none)")
     diagnose.add_argument("--steps", type=int, default=50, help="at most (default: 50)")
     diagnose.add_argument(

@@ -20,10 +20,17 @@ def diagnose(options: argparse.Namespace) -> None:
     model = made(options.model, "the model", nn.Module)
     batches = made(options.input, "the batches", (list, tuple))
     loss = load(options.loss, "the loss") if options.loss is not None else None
+    compute_loss = load(options.compute_loss, "compute_loss") if options.compute_loss is not None else None
     optimizer = load(options.optimizer, "the optimizer") if options.optimizer is not None else None
     try:
         found = diagnosis_of(
-            model, batches, loss=loss, optimizer=optimizer, steps=options.steps, try_clips=options.try_clips
+            model,
+            batches,
+            loss=loss,
+            compute_loss=compute_loss,
+            optimizer=optimizer,
+            steps=options.steps,
+            try_clips=options.try_clips,
         )
     except (TypeError, ValueError) as err:
         raise Refused(str(err)) from err

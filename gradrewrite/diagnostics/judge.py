@@ -296,7 +296,7 @@ class Judge:
         if failure is None:
             return self._found("non-finite op", [one for one in self.findings if traits_of(one.kind).is_non_finite])
         text = f"{failure.text.partition('; just before it')[0]}."
-        advice = KINDS["non-finite op"].advice
+        advice = KINDS["non-finite op"].advice if failure.source else _advice_without_line(failure)
         cause = Cause("non-finite op", str(failure.site), failure.source, math.nan, failure.step, text, advice)
         if skips_updates(self.run):
             return [cause]
@@ -338,6 +338,13 @@ class Judge:
         return [*found, *(cause.text for cause in self.hidden_layer()), *others]
 
 
+def _advice_without_line(failure: NonFiniteError) -> str:
+    """Return the advice on a value that no line of the model made."""
+    if not failure.cause:
+        return f"Look at the values that {failure.op or failure.site} reads."
+    return next((advice for begin, advice in _BY_CAUSE if failure.cause.startswith(begin)), _LOOK_BEFORE)
+
+
 def _layer(site: str) -> str:
     return site.partition(":")[2]
 
@@ -362,5 +369,11 @@ _OUTCOMES: dict[Outcome, str] = {
     "untrained": "Nothing was updated",
     "unknown": "Too little is known of the loss",
 }
+_LOOK_BEFORE = "Look at what that value is computed from."
+_BY_CAUSE = (
+    ("the gradient that came from outside the model", KINDS["faulty loss"].advice),
+    ("the parameter ", "Look at the update before that step, and at what the parameter began with."),
+    ("the input ", KINDS["faulty input"].advice),
+)
 _ALL_GRADIENTS = 'gr.on("gradient:*", ClipByGlobalNorm(1.0))'
 _SMALLER = "start its weights smaller, lower its learning rate, or normalize its input (LayerNorm)."

@@ -1,0 +1,246 @@
+"""A loss that is traced with its model: the op and the line behind values that are not finite."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradrewrite as gr
+
+pytestmark = pytest.mark.broad
+
+Sequences = namedtuple("Sequences", ["x", "y", "lengths"])
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int = 5) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 8), nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def batches(number: int = 8) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(16, 4) for _ in range(number)]
+
+
+def diagnosed(loss: Callable[..., Tensor], data: Any = None, model: nn.Module | None = None) -> gr.Diagnosis:
+    torch.manual_seed(0)
+    return gr.diagnose(model or Net(), batches() if data is None else data, loss=loss, optimizer=sgd)
+
+
+def only(found: gr.Diagnosis) -> gr.Cause:
+    (cause,) = found.causes
+    assert found.outcome == "non-finite"
+    return cause
+
+
+def log_of_zero(out: Tensor, batch: Any) -> Tensor:
+    return out.square().mean() + torch.log(out.detach() * 0).mean()  # planted log
+
+
+def test_the_op_of_a_loss_and_its_line_are_named() -> None:
+    cause = only(diagnosed(log_of_zero))
+
+    assert (cause.kind, cause.site) == ("non-finite op", "activation:/log")
+    assert "made by /log" in cause.text
+    assert cause.source.startswith("test_diagnosed_losses.py:")
+    assert "# planted log" in cause.source
+
+
+def test_the_backward_of_an_op_of_a_loss() -> None:
+    cause = only(diagnosed(lambda out, _: torch.sqrt(out.mean() * 0)))
+
+    assert "made by the backward of /sqrt" in cause.text
+    assert "torch.sqrt(out.mean() * 0)" in cause.source
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_compute_loss_is_given_the_model_and_the_parts_of_a_batch(as_mapping: bool) -> None:
+    def compute_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        hidden = model.encoder(x)
+        return (model(x) - y).square().mean() + torch.log(hidden.detach() * 0).mean()
+
+    data: Any = [{"x": x, "y": x[:, :1]} if as_mapping else (x, x[:, :1]) for x in batches()]
+    cause = only(gr.diagnose(Net(), data, compute_loss=compute_loss, optimizer=sgd))
+
+    assert cause.site == "activation:/log"
+    assert "torch.log(hidden.detach() * 0)" in cause.source
+
+
+def test_compute_loss_of_a_tensor() -> None:
+    found = gr.diagnose(Net(), batches(), compute_loss=lambda model, x: model(x).square().mean(), optimizer=sgd)
+    assert (found.outcome, found.causes) == ("learns", ())
+
+
+def test_a_target_that_is_not_finite_is_an_input() -> None:
+    data = [(x, x[:, :1] * (torch.nan if n == 4 else 1.0)) for n, x in enumerate(batches())]
+    found = diagnosed(lambda out, batch: (out - batch[1]).square().mean(), data)
+
+    assert "An input of the model is not finite: data:batch.1 (16 elements), in step 4" in found.verdict
+
+
+def test_names_of_the_model_are_those_without_a_loss() -> None:
+    found = diagnosed(lambda out, x: functional.mse_loss(torch.sigmoid(out), x[:, :1].expand_as(out)))
+    graph = gr.transform(Net(), []).trace(batches()[0])
+    assert found.graph is not None
+    sites = [str(site) for site in found.graph.sites]
+    own = [str(site) for site in graph.sites if site.kind != "gradient"]
+
+    assert sites[: len(own)] == own
+    assert {"error:/sigmoid", "error:/mse_loss"} <= set(sites)
+    assert found.health is not None
+    assert not [row for row in found.health.sites if row.site.partition(":")[2] in ("/sigmoid", "/mse_loss")]
+
+
+def ctc_batches(too_long: int) -> list[Sequences]:
+    torch.manual_seed(2)
+    lengths = [torch.tensor([2, 7 if n == too_long else 3]) for n in range(8)]
+    return [Sequences(torch.randn(6, 2, 4), torch.randint(1, 5, (2, 7)), own) for own in lengths]
+
+
+def test_the_line_that_stops_the_tracer_stands_for_outside() -> None:
+    def loss(out: Tensor, batch: Sequences) -> Tensor:
+        steps = torch.full((2,), 6)
+        return functional.ctc_loss(out.log_softmax(-1), batch.y, steps, batch.lengths)
+
+    cause = only(diagnosed(loss, ctc_batches(too_long=5)))
+
+    assert cause.step == 5
+    assert "the value comes from where the tracer cannot follow: test_diagnosed_losses.py:" in cause.text
+    assert "functional.ctc_loss(" in cause.text
+    assert "functional.ctc_loss(" in cause.source
+    assert "outside the model" not in cause.text
+    assert cause.advice.startswith("Mend that line")
+
+
+def prints(out: Tensor, _: Any) -> Tensor:
+    print(end="")
+    return torch.log(out * 0).mean()
+
+
+def reads_a_number(out: Tensor, _: Any) -> Tensor:
+    largest = out.abs().max().item()
+    return torch.log(out * 0).mean() * largest
+
+
+def uses_numpy(out: Tensor, batch: Any) -> Tensor:
+    return torch.log(out * 0).mean() + float(batch.numpy().mean())
+
+
+@pytest.mark.parametrize("loss", [prints, reads_a_number, uses_numpy])
+def test_ops_behind_a_graph_break_are_named(loss: Callable[..., Tensor]) -> None:
+    cause = only(diagnosed(loss))
+
+    assert cause.site == "activation:/log"
+    assert "torch.log(out * 0)" in cause.source
+
+
+class Broken(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.encoder(x))
+        print(end="")
+        return self.head(h)
+
+
+def test_a_model_in_parts_and_an_op_of_its_loss() -> None:
+    found = diagnosed(log_of_zero, model=Broken())
+
+    assert "# planted log" in only(found).source
+    assert any("Not seen by the tracer" in remark for remark in found.remarks)
+
+
+def test_a_loss_with_a_counter_leaves_the_graph_and_keeps_its_count() -> None:
+    count = iter(range(1000))
+    seen = []
+
+    def loss(out: Tensor, _: Any) -> Tensor:
+        number = next(count)
+        seen.append(number)
+        return out.square().mean() * (500.0 if number == 12 else 1.0)
+
+    found = gr.diagnose(Net(), batches(30), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), steps=30)
+    assert [(cause.kind, cause.step) for cause in found.causes] == [("spike", 12)]
+    assert "The gradients of step 12" in str(found)
+    assert seen == list(range(30))
+
+
+def test_no_line_is_advised_where_there_is_none() -> None:
+    def infinite(model: nn.Module, x: Tensor) -> Tensor:
+        return Infinite.apply(model(x)).mean()
+
+    class Infinite(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient / 0
+
+    model = Net()
+    with torch.no_grad():
+        model.head.bias[0] = torch.inf
+    for found in (
+        diagnosed(lambda out, _: out.mean(), model=model),
+        gr.diagnose(Net(), batches(), compute_loss=infinite),
+    ):
+        cause = only(found)
+        assert cause.source or "that line" not in cause.advice
+        assert "that line" not in found.health.verdict.advice or cause.source
+
+
+def test_the_loss_of_a_constant_answer_is_known_in_the_graph() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shares = torch.tensor([0.7, 0.1, 0.1, 0.1])
+    data = [
+        (torch.randn(64, 4, generator=draw), torch.multinomial(shares, 64, True, generator=draw)) for _ in range(60)
+    ]
+
+    def by_output(out: Tensor, batch: Any) -> Tensor:
+        return functional.cross_entropy(out, batch[1].view(-1))
+
+    def by_model(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.CrossEntropyLoss()(model(x), y.clone())
+
+    for form in ({"loss": by_output}, {"compute_loss": by_model}):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(14) for layer in (nn.Linear(4, 4), nn.Sigmoid())]
+        model = nn.Sequential(*layers, nn.Linear(4, 4))
+        with torch.no_grad():
+            model[-1].bias.copy_(torch.tensor([-1.0, 1.0, 1.0, 1.0]))
+        found = gr.diagnose(model, data, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=60, **form)
+        assert "no more than the best constant answer, whose loss is 0.9" in str(found)
+
+
+def test_a_loss_that_reads_the_original_leaves_its_gradients() -> None:
+    model = Net()
+    for n, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, float(n))
+
+    def loss(out: Tensor, _: Any) -> Tensor:
+        return out.square().mean() + sum(p.square().sum() for p in model.parameters())
+
+    found = diagnosed(loss, model=model)
+    assert found.causes == ()
+    assert [p.grad.unique().tolist() for p in model.parameters()] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+class Slots(Net):
+    __slots__ = ("extra",)
+
+
+def test_a_class_with_slots() -> None:
+    assert "# planted log" in only(diagnosed(log_of_zero, model=Slots())).source
