@@ -342,6 +342,7 @@ class _Trainer:
         progress.begin(stage, self.steps)
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RewriteWarning)  # graph breaks and the like are among the remarks
+            warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
             for batch in batches:
                 if not run.step(batch):
                     run.explain(batch)

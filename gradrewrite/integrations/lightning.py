@@ -1,10 +1,12 @@
-"""``RewriteCallback`` for the Trainer of Lightning."""
+"""``RewriteCallback`` for the Trainer of Lightning, and ``diagnose`` for its modules."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
@@ -13,7 +15,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from gradrewrite._compat import dynamo
+from gradrewrite._diagnosis import Diagnosis
+from gradrewrite._diagnosis import diagnose as diagnose_model
 from gradrewrite.integrations._attachment import Attached, Attachment, Settings
+from gradrewrite.integrations._kept import kept_attributes, kept_generators
 from gradrewrite.module import refuse_trainers
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
@@ -24,6 +29,105 @@ _OPAQUE = (
     *((LightningModule, name) for name in ("toggle_optimizer", "untoggle_optimizer", "print")),
     (LightningOptimizer, "step"),
 )
+
+
+def diagnose(
+    module: LightningModule,
+    loader: Iterable[Any],
+    *,
+    steps: int = 50,
+    compile: bool = False,
+    try_clips: bool = False,
+) -> Diagnosis:
+    """Train a copy of a LightningModule for some steps, and name its faults, their places and the remedies.
+
+    It is ``gr.diagnose`` with ``training_step(batch, batch_idx)`` and the optimizer of ``configure_optimizers()``,
+    without a Trainer: what the module logs is dropped, schedules, accumulation and precision plugins are left out, and
+    ``self.trainer`` is what it is outside of a training.
+
+    The module, and the random state of torch, Python and NumPy, stay as they were.
+
+    Args:
+        module: A module in the mode in which it is to run.
+        loader: Batches, as ``Trainer.fit`` takes them.
+        steps: How many steps at most.
+        compile: Compile with ``torch.compile`` instead of op by op.
+        try_clips: Train with clips too, as in ``gr.diagnose``.
+
+    Returns:
+        The diagnosis.
+
+    Raises:
+        TypeError: ``module`` is no LightningModule, it updates its parameters itself (``automatic_optimization`` is
+            False), or it has several optimizers.
+        ValueError: ``steps`` is not a whole number >= 1, or there is no batch.
+
+    Example:
+        >>> diagnose(1, [])
+        Traceback (most recent call last):
+        TypeError: diagnose takes a LightningModule, got int
+    """
+    if not isinstance(module, LightningModule):
+        raise TypeError(f"diagnose takes a LightningModule, got {type(module).__name__}")
+    if not module.automatic_optimization:
+        raise TypeError(
+            "diagnose: the module updates its parameters itself (automatic_optimization is False); give gr.diagnose a "
+            "function compute_loss(model, batch), and one optimizer"
+        )
+    takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
+
+    def compute_loss(model: LightningModule, batch: Any, batch_idx: int) -> Any:
+        output = model.training_step(batch, batch_idx) if takes_index else model.training_step(batch)
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    with contextlib.ExitStack() as stack:
+        for name in ("log", "log_dict", "print"):
+            stack.enter_context(_replaced(LightningModule, name, _do_nothing))
+        stack.enter_context(kept_generators())
+        stack.enter_context(kept_attributes(module))
+        stack.enter_context(dynamo.changing_numbers())
+        return diagnose_model(
+            module,
+            _Batches(module, loader),
+            compute_loss=compute_loss,
+            optimizer=_one_optimizer(module.configure_optimizers()),
+            steps=steps,
+            compile=compile,
+            try_clips=try_clips,
+        )
+
+
+def _do_nothing(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _one_optimizer(configured: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer of ``configure_optimizers()``; TypeError of several."""
+    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
+        configured = configured[0]  # and schedules
+    found = list(configured) if isinstance(configured, Sequence) else [configured]
+    optimizers = [one["optimizer"] if isinstance(one, Mapping) else one for one in found]
+    if len(optimizers) > 1:
+        raise TypeError(
+            f"diagnose: configure_optimizers() returns {len(optimizers)} optimizers; give gr.diagnose a function "
+            "compute_loss(model, batch), and one of them"
+        )
+    return optimizers[0] if optimizers else None
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The batches of a loader on the device of a module, with their numbers."""
+
+    module: LightningModule
+    loader: Iterable[Any]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        module = self.module
+        for number, batch in enumerate(self.loader):
+            batch = module.on_before_batch_transfer(batch, 0)
+            batch = module.transfer_batch_to_device(batch, module.device, 0)
+            yield {"batch": module.on_after_batch_transfer(batch, 0), "batch_idx": number}
 
 
 class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker skips Lightning

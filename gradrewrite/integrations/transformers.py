@@ -1,9 +1,11 @@
-"""``RewriteCallback`` for the Trainer of transformers."""
+"""``RewriteCallback`` and ``diagnose`` for the Trainer of transformers."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -16,10 +18,93 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from gradrewrite._diagnosis import Diagnosis
+from gradrewrite._diagnosis import diagnose as diagnose_model
 from gradrewrite._utils.warnings import warn
 from gradrewrite.integrations._attachment import Attached, Attachment, Settings
+from gradrewrite.integrations._kept import kept_attributes, kept_generators, kept_modes
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
+
+
+def diagnose(trainer: Trainer, *, steps: int = 50, compile: bool = False, try_clips: bool = False) -> Diagnosis:
+    """Train a copy of a Trainer's model for some steps, and name its faults, their places and the remedies.
+
+    It is ``gr.diagnose`` with the Trainer's batches, ``compute_loss`` and optimizer, also those of a subclass. Each
+    batch is one update, at the rate of the optimizer: schedules, accumulation, clips and the GradScaler are left out.
+    With ``fp16`` or ``bf16`` the step runs under autocast.
+
+    The Trainer, its model, its optimizer and the random state of torch, Python and NumPy stay as they were.
+
+    Args:
+        trainer: A Trainer, before or after a training.
+        steps: How many steps at most.
+        compile: Compile with ``torch.compile`` instead of op by op.
+        try_clips: Train with clips too, as in ``gr.diagnose``.
+
+    Returns:
+        The diagnosis.
+
+    Raises:
+        TypeError: ``trainer`` is none, or DeepSpeed or FSDP1 trains the model.
+        ValueError: ``steps`` is not a whole number >= 1, or there is no batch.
+
+    Example:
+        >>> diagnose(1)
+        Traceback (most recent call last):
+        TypeError: diagnose takes a transformers.Trainer, got int
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"diagnose takes a transformers.Trainer, got {type(trainer).__name__}")
+    accelerator = trainer.accelerator
+    _check_trainer(accelerator.state, "diagnose")
+    model: nn.Module = accelerator.unwrap_model(trainer.model)
+    kind, dtype = trainer.args.device.type, _HALVES.get(accelerator.mixed_precision)
+
+    def compute_loss(model: nn.Module, /, **inputs: Any) -> torch.Tensor:
+        items = inputs.pop(_ITEMS, None)
+        with torch.autocast(kind, dtype) if dtype is not None else contextlib.nullcontext():
+            return trainer.compute_loss(model, inputs, num_items_in_batch=items)
+
+    loaders = len(accelerator._dataloaders)
+    with kept_generators(), kept_attributes(trainer), kept_modes(model):
+        try:
+            model.train()
+            prepared = trainer.optimizer if trainer.optimizer is not None else trainer.create_optimizer()
+            return diagnose_model(
+                model,
+                _Batches(trainer),
+                compute_loss=compute_loss,
+                optimizer=getattr(prepared, "optimizer", prepared),  # of an AcceleratedOptimizer
+                steps=steps,
+                compile=compile,
+                try_clips=try_clips,
+            )
+        finally:
+            del accelerator._dataloaders[loaders:]
+
+
+_ITEMS = "num_items_in_batch"
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The batches of a Trainer, as its ``training_step`` prepares them, each with the number of its labels."""
+
+    trainer: Trainer
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        trainer = self.trainer
+        loader = iter(trainer.get_train_dataloader())
+        takes_device = len(inspect.signature(trainer.get_batch_samples).parameters) > 2
+        given = (1, trainer.args.device) if takes_device else (1,)
+        while True:
+            samples, items = trainer.get_batch_samples(loader, *given)
+            if not samples:
+                return
+            inputs = dict(trainer._prepare_inputs(samples[0]))
+            yield inputs if items is None else {**inputs, _ITEMS: items}
 
 
 class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -97,7 +182,7 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
                 "RewriteCallback(policy, compile=True), which is the default"
             )
         prepared = kwargs["optimizer"]
-        _check_trainer(getattr(prepared, "accelerator_state", None))
+        _check_trainer(getattr(prepared, "accelerator_state", None), "RewriteCallback")
         scaler, is_resumed = getattr(prepared, "scaler", None), state.global_step > 0
         self._attachment.attach(model, [prepared], scaler, args.output_dir, is_resumed=is_resumed)
         self._watch(_calling_trainer())
@@ -246,12 +331,12 @@ def _put_first(callback: RewriteCallback) -> bool:
     return True
 
 
-def _check_trainer(accelerator: Any) -> None:
+def _check_trainer(accelerator: Any, caller: str) -> None:
     """Raise TypeError where DeepSpeed or FSDP1 runs the backward and the optimizer."""
     kind = "" if accelerator is None else str(accelerator.distributed_type).rpartition(".")[2]
     if kind == "DEEPSPEED" or (kind == "FSDP" and not accelerator.is_fsdp2):
         trainer = "DeepSpeed" if kind == "DEEPSPEED" else "FSDP1"
         raise TypeError(
-            f"RewriteCallback: {trainer} has parameters and a backward of its own, where a policy does not hold. Train "
+            f"{caller}: {trainer} has parameters and a backward of its own, where a policy does not hold. Train "
             "with DistributedDataParallel, or with FSDP2 (fsdp_version=2)"
         )

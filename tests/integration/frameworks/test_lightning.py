@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import lightning.pytorch as pl  # noqa: E402
 import torchmetrics  # noqa: E402
 
-from gradrewrite.integrations.lightning import RewriteCallback  # noqa: E402
+from gradrewrite.integrations.lightning import RewriteCallback, diagnose  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -441,3 +441,83 @@ def test_failed_training_leaves_a_plain_module(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, clip(), Fails())
     assert type(seen[0]) is Regression
+
+
+class Diagnosed(Regression):
+    """Counts its steps, logs in all forms, and may take a log of 0 in its loss."""
+
+    def __init__(self, zero: float = 1.0, schedule: bool = True) -> None:
+        super().__init__()
+        self.zero, self.schedule, self.count = zero, schedule, 0
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        x, y = batch
+        out = self(x)
+        loss = (out - y).square().mean()
+        self.count += 1
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"mean": out.mean()})
+        self.print("a line")
+        return {"loss": loss + 0 * torch.log(out.square().sum() * self.zero)}  # planted log
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if self.schedule else optimizer
+
+
+def rows() -> DataLoader[Any]:
+    x = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x[:, :1]), batch_size=8, shuffle=True)
+
+
+@pytest.mark.parametrize("schedule", [True, False])
+def test_diagnose_trains_a_copy_by_its_training_step(schedule: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    module = Diagnosed(schedule=schedule)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random = torch.get_rng_state()
+    attributes = {name: id(value) for name, value in vars(module).items()}
+    found = diagnose(module, rows(), steps=30, try_clips=True)
+
+    assert (found.outcome, found.causes, module.count) == ("learns", (), 0)
+    assert found.health is not None
+    assert len(found.health.run.steps) == 30  # the loader begins anew
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert {name: id(value) for name, value in vars(module).items()} == attributes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in module.parameters())
+    assert "a line" not in capsys.readouterr().out
+    assert pl.LightningModule.log.__qualname__ == "LightningModule.log"
+
+
+def test_diagnose_names_the_line_of_training_step() -> None:
+    (cause,) = diagnose(Diagnosed(zero=0.0), rows(), steps=4).causes
+
+    assert (cause.kind, cause.step) == ("non-finite op", 0)
+    assert "# planted log" in cause.source
+
+
+def test_diagnose_after_a_training(tmp_path: Path) -> None:
+    module = fit(tmp_path, kind=Diagnosed)
+    trainer = module.trainer
+    assert diagnose(module, rows(), steps=4).causes == ()
+    assert module.trainer is trainer
+
+
+class Two(Regression):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.Linear(1, 1), "diagnose takes a LightningModule, got Linear"),
+        (Two(), "returns 2 optimizers"),
+        (Regression(is_manual=True), "automatic_optimization is False"),
+    ],
+)
+def test_diagnose_refuses(module: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        diagnose(module, rows())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
 from transformers import TrainerCallback  # noqa: E402
 
-from gradrewrite.integrations.transformers import RewriteCallback  # noqa: E402
+from gradrewrite.integrations.transformers import RewriteCallback, diagnose  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -676,3 +678,103 @@ def test_deepspeed_and_fsdp1_are_refused(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match=name):
             _check_trainer(State(kind))
     _check_trainer(State(DistributedType.NO))
+
+
+class LogOfZero(transformers.Trainer):
+    """Its loss is infinite when ``number`` steps were made."""
+
+    number = 0
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **items: Any) -> Any:
+        output = model(**inputs)
+        floor = float(self.state.global_step != self.number)
+        loss = output.loss + 0 * torch.log(output.logits.square().sum() * floor)  # planted log
+        return (loss, output) if return_outputs else loss
+
+
+def trainer_of(kind: Any, name: str, folder: Path, *callbacks: Any, **settings: Any) -> Any:
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        **{
+            "per_device_train_batch_size": 4,
+            "max_steps": 8,
+            "learning_rate": 0.1,
+            "optim": "sgd",
+            "report_to": [],
+            "use_cpu": True,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            **settings,
+        },
+    )
+    trainer = kind(make(name), arguments, train_dataset=examples(name), callbacks=list(callbacks))
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def known_of(trainer: Any) -> dict[str, Any]:
+    return {
+        "attributes": {name: id(value) for name, value in vars(trainer).items()},
+        "loaders": len(trainer.accelerator._dataloaders),
+        "modes": [module.training for module in trainer.model.modules()],
+        "state": trainer.state.to_json_string() if hasattr(trainer.state, "to_json_string") else repr(trainer.state),
+        "random": (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()),
+        "optimizer": None if trainer.optimizer is None else repr(trainer.optimizer.state_dict()),
+        "gradients": [None if p.grad is None else p.grad.tolist() for p in trainer.model.parameters()],
+        "values": [t.tolist() for t in trainer.model.state_dict().values()],
+    }
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_diagnose_leaves_a_trainer_as_it_was(is_trained: bool, tmp_path: Path) -> None:
+    trainer = trainer_of(transformers.Trainer, "gpt2", tmp_path)
+    if is_trained:
+        trainer.train()
+    trainer.model.eval()
+    before = known_of(trainer)
+    found = diagnose(trainer, steps=6, try_clips=True)
+
+    assert known_of(trainer) == before
+    assert found.causes == ()
+    assert len(found.trials["global clip"]) == 6
+    assert found.health is not None
+    assert len(found.health.run.steps) == 6
+
+
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"label_smoothing_factor": 0.1}], ids=str)
+def test_diagnose_with_settings_of_the_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
+    found = diagnose(trainer_of(transformers.Trainer, "llama", tmp_path, **settings), steps=6)
+
+    assert found.causes == ()
+    assert not [remark for remark in found.remarks if "tracer" in remark]
+
+
+def test_diagnose_names_the_line_of_compute_loss(tmp_path: Path) -> None:
+    (cause,) = diagnose(trainer_of(LogOfZero, "gpt2", tmp_path), steps=6).causes
+
+    assert (cause.kind, cause.step) == ("non-finite op", 0)
+    assert "# planted log" in cause.source
+
+
+def test_diagnose_uses_the_losses_of_the_trainer(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        transformers.Trainer,
+        "gpt2",
+        tmp_path,
+        max_steps=6,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+    )
+    found = diagnose(trainer, steps=6)
+    assert found.health is not None
+    losses = [step.records["loss@run"] for step in found.health.run.steps]
+    trainer.train()
+
+    assert losses == pytest.approx([row["loss"] for row in trainer.state.log_history if "loss" in row], rel=1e-3)
+
+
+def test_diagnose_refuses_what_is_no_trainer() -> None:
+    with pytest.raises(TypeError, match=r"diagnose takes a transformers\.Trainer, got Linear"):
+        diagnose(nn.Linear(1, 1))

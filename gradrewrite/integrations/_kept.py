@@ -1,0 +1,63 @@
+"""Attributes and random state that a diagnosis leaves as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from gradrewrite._utils.tensors import kept_random_state
+
+_MOST = 1000  # items of a container that is restored: metrics, no data set
+
+
+@contextlib.contextmanager
+def kept_attributes(owner: Any) -> Iterator[None]:
+    """Leave the attributes of an object as they are, with the items of dicts and lists inside of them."""
+    before = [(found, copy.copy(found)) for found in _containers(vars(owner), set())]
+    try:
+        yield
+    finally:
+        for container, items in before:
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(items)
+
+
+def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a dict or a list, and those inside of it."""
+    if not isinstance(value, dict | list) or id(value) in seen or len(value) > _MOST:
+        return
+    seen.add(id(value))
+    yield value
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _containers(item, seen)
+
+
+@contextlib.contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Leave the modes of modules, training or not, as they are."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, is_training in before:
+            module.training = is_training
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Leave the random state of torch, Python and NumPy as it is."""
+    numpy = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with kept_random_state():
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
