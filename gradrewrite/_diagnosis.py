@@ -471,13 +471,10 @@ class _Run:
         if not self._is_observed:
             return
         self._failure, self._remark = last_failure(self.rewritten.monitor)
-        skipped: Sequence[str] = self.rewritten.explain().skipped
-        if self._step is not None and not self._in_graph and _came_from_outside(self._failure):
-            args, kwargs = self._step.arguments(self._model, batch)
-            found, skipped = locate_in_step(self._model, self._step, args, kwargs, self._random)
-            self._failure = self._failure if found is None else with_number_of(found, self._failure)
+        if self._step is not None and not self._in_graph:
+            self._failure = failure_in_step(self._failure, self._model, self._step, batch, self._random)
         if self._failure is not None:
-            name_break(self._failure, skipped)
+            name_break(self._failure, self.rewritten.explain().skipped)
 
     def look(self, batch: Any) -> frozenset[str]:
         """Run the last step again without a graph; return the modules with a call that reads the one before."""
@@ -572,10 +569,32 @@ def _recurrent(model: nn.Module, run: Callable[[], None]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _came_from_outside(failure: NonFiniteError | None) -> bool:
-    """Whether no op of the graphs made the value."""
-    if failure is None:
-        return True
+def failure_in_step(
+    failure: NonFiniteError | None, model: nn.Module, step: TrainingStep, batch: Any, random: RandomState | None
+) -> NonFiniteError | None:
+    """Return the failure of a step by another run of it, with its loss in the graph.
+
+    Args:
+        failure: The failure by a replay, returned where an op of the model made the value; None where none was found.
+        model: The plain model, with the values of the step.
+        step: The step.
+        batch: Its batch.
+        random: The random state before it.
+    """
+    if failure is not None and not _came_from_outside(failure):
+        return failure
+    args, kwargs = step.arguments(model, batch)
+    found, skipped = locate_in_step(model, step, args, kwargs, random)
+    if found is not None and failure is not None:
+        found.step, found.update, found.micro_batch = failure.step, failure.update, failure.micro_batch
+    found = found or failure
+    if found is not None:
+        name_break(found, skipped)
+    return found
+
+
+def _came_from_outside(failure: NonFiniteError) -> bool:
+    """Whether a value came into the graphs from code that the tracer does not see."""
     return failure.cause in (FROM_LOSS, FROM_BEHIND) or failure.cause.endswith(BEFORE_BREAK)
 
 
@@ -587,13 +606,6 @@ def name_break(failure: NonFiniteError, skipped: Sequence[str]) -> None:
     failure.cause = f"the value comes from where the tracer cannot follow: {lines}"
     match = _LINE.match(skipped[-1])
     failure.source = match[0] if match else ""
-
-
-def with_number_of(found: NonFiniteError, failure: NonFiniteError | None) -> NonFiniteError:
-    """Return an error with the numbers of the step in which another was found."""
-    if failure is not None:
-        found.step, found.update, found.micro_batch = failure.step, failure.update, failure.micro_batch
-    return found
 
 
 def _remarks(model: RewrittenModule) -> tuple[str, ...]:

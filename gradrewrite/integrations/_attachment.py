@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._diagnosis import last_failure, observe
+from gradrewrite._diagnosis import failure_in_step, last_failure, observe
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
+from gradrewrite.backends.traced_step import TrainingStep
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
@@ -39,12 +40,14 @@ from gradrewrite.optimizer.guard import guard, unguard
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.rules import ask, step_site
+from gradrewrite.replay.step_snapshot import RandomState
 
 logger = logging.getLogger("gradrewrite.integrations")
 
 T = TypeVar("T")
 
 _CLIPS = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
+_MOST_EXPLAINED = 3  # losses, each by a run that is traced anew
 _LOSS = (RecordKey.of("loss", "run"),)
 
 
@@ -88,10 +91,12 @@ class Attachment:
         self._files = RunFiles(None, self.monitor)
         self._losses: deque[Tensor | float] = deque(maxlen=1000)  # of micro-batches that have no record yet
         self._num_rows = 0  # records when the last loss was logged
+        self._num_explained = 0  # losses that are not finite
         self._was_told_of_clipping = False
         self._num_logged = 0  # steps
         self._loaded: Mapping[str, Any] | None = None  # for the next model
         self._last: dict[str, Any] = {}  # of the last one
+        self._first_failure: NonFiniteError | None = None  # of the last steps, where the first one was run again
 
     def attach(
         self,
@@ -119,7 +124,7 @@ class Attachment:
         self._files = RunFiles(path, self.monitor, is_resumed)
         self._num_rows = self._num_logged = self._files.first_step
         self._losses.clear()
-        self.graph = self._judged = None
+        self.graph = self._judged = self._first_failure = None
         atexit.register(self._end_at_exit)
 
     def _attach(
@@ -193,7 +198,7 @@ class Attachment:
         run, remark = last_run(steps), ""
         bad = harmful_steps(run)
         if failure is None and bad and bad[-1].step is run.steps[-1]:
-            failure, remark = last_failure(self.monitor)
+            failure, remark = (self._first_failure, "") if self._first_failure else last_failure(self.monitor)
         state = state_of(self._model)
         graphs = state.session.graphs.explanation().graphs if state is not None else ()
         sites = {str(site): site for graph in graphs for site in graph.sites}
@@ -216,6 +221,30 @@ class Attachment:
         state = state_of(self._model)
         joint = None if state is None else state.session.graphs.joint
         return self.graph if state is None or joint is None else shown(joint, state.original)
+
+    def random_state(self) -> RandomState:
+        """Return the random state of the CPU, and of the device of the model."""
+        return RandomState.now([] if self._model is None else [next(self._model.parameters(), None)])
+
+    def explain(self, error: NonFiniteError, step: TrainingStep, batch: Any, random: RandomState) -> None:
+        """Name the op of the loss in the error of the step that has just run, by another run of that step."""
+        state = state_of(self._model)
+        found = None if state is None else failure_in_step(error, state.original, step, batch, random)
+        if found is not None and found is not error:
+            error.args = found.args
+            vars(error).update(vars(found))
+
+    def forget_failure(self) -> None:
+        """Let go of the failure of an earlier step: the last loss is finite."""
+        self._first_failure = None
+
+    def explain_loss(self, step: TrainingStep, batch: Any, random: RandomState) -> None:
+        """Find the op behind the first of several losses that are not finite, by another run of its step."""
+        state = state_of(self._model)
+        if state is not None and self._first_failure is None and self._num_explained < _MOST_EXPLAINED:
+            self._num_explained += 1
+            failure = last_failure(self.monitor)[0]
+            self._first_failure = failure_in_step(failure, state.original, step, batch, random)
 
     def add_loss(self, loss: Tensor | float) -> None:
         """Take the loss of a micro-batch, for its next record."""

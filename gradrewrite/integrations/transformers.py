@@ -21,10 +21,13 @@ from transformers.training_args import TrainingArguments
 from gradrewrite._diagnosis import Diagnosis
 from gradrewrite._diagnosis import diagnose as diagnose_model
 from gradrewrite._utils.warnings import warn
+from gradrewrite.backends.traced_step import TrainingStep
+from gradrewrite.errors import NonFiniteError
 from gradrewrite.integrations._attachment import Attached, Attachment, Settings
 from gradrewrite.integrations._kept import kept_attributes, kept_generators, kept_modes
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
+from gradrewrite.replay.step_snapshot import RandomState
 
 
 def diagnose(trainer: Trainer, *, steps: int = 50, compile: bool = False, try_clips: bool = False) -> Diagnosis:
@@ -59,13 +62,6 @@ def diagnose(trainer: Trainer, *, steps: int = 50, compile: bool = False, try_cl
     accelerator = trainer.accelerator
     _check_trainer(accelerator.state, "diagnose")
     model: nn.Module = accelerator.unwrap_model(trainer.model)
-    kind, dtype = trainer.args.device.type, _HALVES.get(accelerator.mixed_precision)
-
-    def compute_loss(model: nn.Module, /, **inputs: Any) -> torch.Tensor:
-        items = inputs.pop(_ITEMS, None)
-        with torch.autocast(kind, dtype) if dtype is not None else contextlib.nullcontext():
-            return trainer.compute_loss(model, inputs, num_items_in_batch=items)
-
     loaders = len(accelerator._dataloaders)
     with kept_generators(), kept_attributes(trainer), kept_modes(model):
         try:
@@ -74,7 +70,7 @@ def diagnose(trainer: Trainer, *, steps: int = 50, compile: bool = False, try_cl
             return diagnose_model(
                 model,
                 _Batches(trainer),
-                compute_loss=compute_loss,
+                compute_loss=_loss_of(trainer),
                 optimizer=getattr(prepared, "optimizer", prepared),  # of an AcceleratedOptimizer
                 steps=steps,
                 compile=compile,
@@ -82,6 +78,19 @@ def diagnose(trainer: Trainer, *, steps: int = 50, compile: bool = False, try_cl
             )
         finally:
             del accelerator._dataloaders[loaders:]
+
+
+def _loss_of(trainer: Trainer) -> Callable[..., torch.Tensor]:
+    """Return a function of a model and a batch by name, with the precision of a Trainer."""
+    kind, dtype = trainer.args.device.type, _HALVES.get(trainer.accelerator.mixed_precision)
+
+    def compute_loss(model: nn.Module, /, **inputs: Any) -> torch.Tensor:
+        items = inputs.pop(_ITEMS, None)
+        with torch.autocast(kind, dtype) if dtype is not None else contextlib.nullcontext():
+            loss: torch.Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            return loss
+
+    return compute_loss
 
 
 _ITEMS = "num_items_in_batch"
@@ -201,13 +210,23 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         self._trainer = trainer
         if trainer is not None:
             step, is_own = trainer.training_step, "training_step" in vars(trainer)
-            trainer.training_step = _WatchedStep(step, self._note_step, self._fail, is_own)
+            trainer.training_step = _WatchedStep(step, self, is_own)
 
-    def _note_step(self, loss: torch.Tensor) -> None:
-        assert self._trainer is not None
-        self._attachment.add_loss(loss * self._trainer.current_gradient_accumulation_steps)
+    def _note_step(self, loss: torch.Tensor, batch: _StepBatch) -> None:
+        trainer = self._trainer
+        assert trainer is not None
+        self._attachment.add_loss(loss * trainer.current_gradient_accumulation_steps)
+        if loss.device.type == "cpu" or trainer.args.logging_nan_inf_filter:  # else nothing waits for the device
+            if loss.isfinite():
+                self._attachment.forget_failure()
+                return
+            with kept_generators(), kept_attributes(trainer), contextlib.suppress(Exception):
+                self._attachment.explain_loss(*batch.of(trainer))
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, batch: _StepBatch) -> None:
+        if isinstance(error, NonFiniteError) and self._trainer is not None:
+            with kept_generators(), kept_attributes(self._trainer), contextlib.suppress(Exception):
+                self._attachment.explain(error, *batch.of(self._trainer))  # which it stays, if that fails
         self._watch(None)
         self._attachment.end(error)
 
@@ -274,18 +293,34 @@ class _WatchedStep:
     """The training step of a Trainer, with its loss and errors noted."""
 
     plain: Callable[..., torch.Tensor]
-    note: Callable[[torch.Tensor], None]
-    fail: Callable[[BaseException], None]
+    callback: RewriteCallback
     is_own: bool  # it was set on the Trainer itself before
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        items = args[0] if args else kwargs.get(_ITEMS)
+        batch = _StepBatch(dict(inputs), items, self.callback._attachment.random_state())
         try:
-            loss = self.plain(*args, **kwargs)
+            loss = self.plain(model, inputs, *args, **kwargs)
         except BaseException as err:
-            self.fail(err)
+            self.callback._fail(err, batch)
             raise
-        self.note(loss)
+        self.callback._note_step(loss, batch)
         return loss
+
+
+@dataclass(frozen=True)
+class _StepBatch:
+    """The inputs of a training step, for another run of it."""
+
+    inputs: Mapping[str, Any]
+    items: Any  # number of labels
+    random: RandomState  # before the step
+
+    def of(self, trainer: Trainer) -> tuple[TrainingStep, Mapping[str, Any], RandomState]:
+        """Return the step of a Trainer, its batch and its random state."""
+        inputs = trainer._prepare_inputs(dict(self.inputs))
+        batch = inputs if self.items is None else {**inputs, _ITEMS: self.items}
+        return TrainingStep(compute_loss=_loss_of(trainer)), batch, self.random
 
 
 def _state_file(args: TrainingArguments, checkpoint: Path) -> Path:

@@ -778,3 +778,31 @@ def test_diagnose_uses_the_losses_of_the_trainer(tmp_path: Path) -> None:
 def test_diagnose_refuses_what_is_no_trainer() -> None:
     with pytest.raises(TypeError, match=r"diagnose takes a transformers\.Trainer, got Linear"):
         diagnose(nn.Linear(1, 1))
+
+
+def test_a_failed_check_names_the_line_of_compute_loss(tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on("gradient:*", CheckFinite()), compile=False)
+    trainer = trainer_of(LogOfZero, "gpt2", tmp_path, callback)
+    trainer.number = 3
+    with pytest.raises(gr.NonFiniteError, match=r"made by (the backward of /mul|/log)") as raised:
+        trainer.train()
+
+    assert "# planted log" in raised.value.source
+    assert (raised.value.step, raised.value.cause) == (3, "")
+    assert "# planted log" in (tmp_path / "diagnosis.txt").read_text()
+
+
+@pytest.mark.parametrize("policy", ["diagnose", gr.on("gradient:*", CheckFinite("record"))])
+def test_the_first_loss_that_is_not_finite_is_explained(policy: Any, tmp_path: Path) -> None:
+    callback = RewriteCallback(policy, compile=False)
+    trainer = trainer_of(LogOfZero, "gpt2", tmp_path, callback)
+    trainer.number = 3
+    plain = trainer_of(LogOfZero, "gpt2", tmp_path / "plain")
+    plain.number = 3
+    trainer.train()
+    plain.train()
+
+    assert "step 3: first non-finite" in (tmp_path / "diagnosis.txt").read_text()
+    assert "# planted log" in (tmp_path / "diagnosis.txt").read_text()
+    for one, other in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one.isfinite(), other.isfinite())
