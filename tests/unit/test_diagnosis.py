@@ -37,6 +37,10 @@ def loss_of(out: Tensor, x: Tensor) -> Tensor:
     return (out - x[:, :1]).square().mean()
 
 
+def loss_by(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
 def batches(number: int = 12) -> list[Tensor]:
     torch.manual_seed(3)
     return [torch.randn(16, 4) for _ in range(number)]
@@ -106,6 +110,26 @@ def test_model_optimizer_and_random_numbers_stay_as_they_were(error: type[BaseEx
     assert_same(before, state_of(model, optimizer))
 
 
+@pytest.mark.broad
+def test_all_stays_as_it_was_with_a_loss_of_the_model() -> None:
+    model, data = Net(), [{"x": x, "y": x[:, :1]} for x in batches()]
+    optimizer = sgd(model.parameters())
+    for batch in data[:3]:
+        (model(batch["x"]) - batch["y"]).square().mean().backward()
+        optimizer.step()
+    before = state_of(model, optimizer)
+
+    def compute_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        noise = 0.01 * torch.randn_like(y)
+        return (model(x) - y + noise).square().mean() + 0.0 * model.head.weight.square().sum()
+
+    found = gr.diagnose(model, data, compute_loss=compute_loss, optimizer=optimizer, try_clips=True, steps=20)
+
+    assert len(found.trials["global clip"]) == 20
+    assert_same(before, state_of(model, optimizer))
+    assert type(model) is Net
+
+
 class Loss(nn.Module):
     """Returns an object with the loss, and takes its batch by keyword."""
 
@@ -159,6 +183,18 @@ def test_without_an_optimizer_gradients_alone_are_looked_at() -> None:
         ({"steps": 0}, ValueError, "steps is a whole number >= 1, got 0"),
         ({"batches": []}, ValueError, "there is no batch"),
         ({"loss": None}, TypeError, r"the loss is a tensor with one element, got shape \(16, 1\); give loss="),
+        (
+            {"compute_loss": loss_of},
+            ValueError,
+            "loss, .* and compute_loss, .* are two ways to say one thing; give one",
+        ),
+        (
+            {"loss": None, "compute_loss": loss_by},
+            TypeError,
+            r"got shape \(16, 1\); compute_loss is a function \(model",
+        ),
+        ({"loss": lambda out, x: out.detach().sum()}, gr.TraceError, "depends on no parameter"),
+        ({"loss": lambda out, x: 1.0}, TypeError, "a tensor with one element, got float"),
         ({"model": 1}, TypeError, "takes an nn.Module, got int"),
         ({"model": gr.transform(nn.Linear(2, 2), [])}, TypeError, "give model.original, or ask model.monitor.diagnose"),
         ({"optimizer": sgd(nn.Linear(2, 2).parameters())}, ValueError, "none of the model's parameters"),
@@ -205,6 +241,9 @@ def batches():
 def loss(out, x):
     return (out - x[:, :1]).square().mean()
 
+def compute_loss(model, x):
+    return loss(model(x), x)
+
 def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 """
@@ -223,5 +262,10 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "the loss went from" in said
     assert said.endswith("found.html\n")
     assert (tmp_path / "found.html").is_file()
+    by_model = [*options[:2], "--compute-loss", "model_to_diagnose:compute_loss"]
+    assert main(["diagnose", "model_to_diagnose:make", *by_model, "--steps", "3"]) == 0
+    assert "Nothing wrong so far" in capsys.readouterr().out
+    assert main(["diagnose", "model_to_diagnose:make", *by_model, *options[2:4]]) == 2
+    assert "two ways to say one thing" in capsys.readouterr().err
     assert main(["diagnose", "model_to_diagnose:make", *options[:2], "--steps", "2"]) == 2
     assert "give loss=, a function (output, batch) -> scalar" in capsys.readouterr().err
