@@ -23,7 +23,7 @@ from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.backends.model_state import ModelState, state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
-from gradrewrite.backends.traced_step import METHOD, ComputeLoss, TrainingStep, arguments_of
+from gradrewrite.backends.traced_step import METHOD, ComputeLoss, TrainingStep, arguments_of, own_batch
 from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.constant_answers import Classes, Targets
 from gradrewrite.diagnostics.health import Health, examine
@@ -290,7 +290,7 @@ class _Loss:
         value = output if isinstance(output, Tensor) else getattr(output, "loss", output)
         if self.loss is not None:
             with targets:
-                value = self.loss(output, batch)
+                value = self.loss(output, own_batch(batch))
         return self.checked(value)
 
     def checked(self, value: Any) -> Tensor:

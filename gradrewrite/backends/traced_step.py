@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import nn
 
-METHOD = "gradrewrite_step"
+from gradrewrite.instrumentation.module_names import STEP
+
+METHOD = STEP
 
 Loss = Callable[[Any, Any], Any]  # of an output and the batch
 ComputeLoss = Callable[..., Any]  # of a model and the parts of the batch
@@ -41,9 +44,9 @@ class TrainingStep:
         return view
 
     def arguments(self, model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the method for a batch."""
+        """Return the arguments of the method for a batch, which stays as it is if a loss takes parts out of it."""
         args, kwargs = arguments_of(model, batch, has_loss=self._compute_loss is None)
-        return args, kwargs if self._compute_loss is not None else {**kwargs, _name_of_batch(model): batch}
+        return args, kwargs if self._compute_loss is not None else {**kwargs, _name_of_batch(model): own_batch(batch)}
 
     def _method(self, model: nn.Module) -> ComputeLoss:
         if self._compute_loss is not None:
@@ -60,16 +63,16 @@ class TrainingStep:
     def _signature(self, model: nn.Module) -> inspect.Signature:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         try:
-            of_loss = self._compute_loss is not None
-            given = inspect.signature(self._compute_loss if self._compute_loss is not None else model.forward)
-        except (TypeError, ValueError):  # of a function that Python cannot read
+            if self._compute_loss is None:
+                known = [*inspect.signature(model.forward).parameters.values()]
+            else:
+                first, *known = inspect.signature(self._compute_loss).parameters.values()
+                known = [first, *known] if first.kind in _MANY else known
+            if self._compute_loss is None and inspect.Parameter.VAR_KEYWORD not in {p.kind for p in known}:
+                known.append(_ANY[1])  # the batch
+            return inspect.Signature([own, *known])
+        except (TypeError, ValueError):  # a function that Python cannot read, or a name that is taken
             return inspect.Signature([own, *_ANY])
-        first, *rest = [*given.parameters.values()] if of_loss else [own, *given.parameters.values()]
-        if first.kind in _MANY:
-            rest = [first, *rest]
-        kinds = {p.kind for p in rest}
-        rest += [] if of_loss or inspect.Parameter.VAR_KEYWORD in kinds else _ANY[1:]
-        return inspect.Signature([own, *(p for p in rest if p.name != "self")])
 
 
 class _HasStep(nn.Module):
@@ -86,6 +89,11 @@ _ANY = [inspect.Parameter("args", _MANY[0]), inspect.Parameter("kwargs", _MANY[1
 def _name_of_batch(model: nn.Module) -> str:
     """Return a keyword for the batch that the forward does not have."""
     return "batch" if "batch" not in inspect.signature(model.forward).parameters else "whole_batch"
+
+
+def own_batch(batch: Any) -> Any:
+    """Return a batch that a loss may take parts out of."""
+    return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
 
 
 def arguments_of(model: nn.Module, batch: Any, *, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from gradrewrite._compat import dynamo
 from gradrewrite.sites import Pattern, Site
 
+STEP = "gradrewrite_step"  # the method that is the loss of a batch, where model and loss are one graph
 _ROOT = re.compile(r"([LG])\[(['\"])(.+?)\2\]")
 _STEP = re.compile(r"\.([^\W\d]\w*|\d+)|\[(\d+)\]|\[(['\"])(.+?)\3\]")
 
@@ -61,8 +62,9 @@ class ModuleNames:
             self._scopes = {}
 
     def is_function(self, key: str, path: str) -> bool:
-        """Whether an entry of ``nn_module_stack`` is no module of the model but a global of a file."""
-        return _steps(path)[0] == "G" and self._find(key, path) is None
+        """Whether an entry of ``nn_module_stack`` is no module of the model but a global of a file, or of a loss."""
+        scope, steps = _steps(path)
+        return (scope == "G" or STEP in steps) and self._find(key, path) is None
 
     def module(self, key: str, path: str) -> str:
         """Name of the module behind one entry of ``nn_module_stack``; its path where it is unknown."""

@@ -105,6 +105,39 @@ def test_names_of_the_model_are_those_without_a_loss() -> None:
     assert not [row for row in found.health.sites if row.site.partition(":")[2] in ("/sigmoid", "/mse_loss")]
 
 
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 5), nn.ReLU()).requires_grad_(False)
+
+    def forward(self, out: Tensor, _: Tensor) -> Tensor:
+        return self.net(out).square().mean()
+
+
+def test_modules_of_a_loss_are_not_judged() -> None:
+    found = diagnosed(Criterion())
+    assert found.graph is not None
+    sites = {str(site): site for site in found.graph.sites}
+
+    assert sites["error:/relu"].is_outside
+    assert not [name for name in sites if "gradrewrite" in name]
+    assert found.health is not None
+    judged = {row.site for row in found.health.sites if row.site.startswith("error:")}
+    assert judged == {"error:encoder", "error:head"}
+
+
+def test_a_loss_that_takes_parts_out_of_the_batch() -> None:
+    data = [{"x": x, "y": torch.zeros(16, dtype=torch.long)} for x in batches()]
+    found = gr.diagnose(
+        Net(),
+        data,
+        loss=lambda out, batch: functional.cross_entropy(out, batch.pop("y")),
+        optimizer=sgd,
+        try_clips=True,
+    )
+    assert (found.outcome, len(found.trials["global clip"]), data[0].keys()) == ("learns", 50, {"x", "y"})
+
+
 def ctc_batches(too_long: int) -> list[Sequences]:
     torch.manual_seed(2)
     lengths = [torch.tensor([2, 7 if n == too_long else 3]) for n in range(8)]

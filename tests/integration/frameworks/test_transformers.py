@@ -806,3 +806,26 @@ def test_the_first_loss_that_is_not_finite_is_explained(policy: Any, tmp_path: P
     assert "# planted log" in (tmp_path / "diagnosis.txt").read_text()
     for one, other in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(one.isfinite(), other.isfinite())
+
+
+class TooLong(LogOfZero):
+    """Its loss aligns a target that is too long when ``number`` steps were made; no tracer can follow ``ctc_loss``."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **items: Any) -> Any:
+        output = model(**inputs)
+        logs, targets = output.logits.log_softmax(-1).transpose(0, 1), inputs["labels"]
+        lengths = torch.full((4,), 8)
+        long = torch.full((4,), 8 if self.state.global_step == self.number else 3)
+        loss = nn.functional.ctc_loss(logs, 0 * targets + 5, lengths, long)  # planted target
+        return (loss, output) if return_outputs else loss
+
+
+def test_a_failed_check_names_the_line_that_stops_the_tracer(tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on("gradient:*", CheckFinite()), compile=False)
+    trainer = trainer_of(TooLong, "gpt2", tmp_path, callback)
+    trainer.number = 3
+    with pytest.raises(gr.NonFiniteError, match="the value comes from where the tracer cannot follow") as raised:
+        trainer.train()
+
+    assert "# planted target" in raised.value.source
+    assert "# planted target" in (tmp_path / "diagnosis.txt").read_text()

@@ -82,6 +82,31 @@ def test_a_class_that_lists_its_subclasses_is_not_told() -> None:
     TrainingStep(loss=loss).add_to(Listed())
 
 
+def test_a_loss_may_take_parts_out_of_a_batch() -> None:
+    model, batch = Net(), {"x": X, "y": Y}
+    step = TrainingStep(loss=lambda out, given: out.sum() * given.pop("y"))
+    step.add_to(model)
+    call(step, model, batch)
+
+    assert batch.keys() == {"x", "y"}
+
+
+class TakesKwargs(Net):
+    def forward(self, x: Tensor, kwargs: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return self.layer(x)
+
+
+def no_model() -> Tensor:
+    return Y
+
+
+@pytest.mark.parametrize("step", [TrainingStep(loss=loss), TrainingStep(compute_loss=no_model)])
+def test_signatures_that_have_no_place_for_the_batch(step: TrainingStep) -> None:
+    model = TakesKwargs()
+    step.add_to(model)
+    assert list(inspect.signature(getattr(model, METHOD)).parameters) == ["args", "kwargs"]
+
+
 class TakesBatch(Net):
     def forward(self, batch: Tensor) -> Tensor:  # type: ignore[override]
         return self.layer(batch)
