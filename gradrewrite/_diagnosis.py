@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from gradrewrite import passes
 from gradrewrite._locate import locate_in_step
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
+from gradrewrite.auditing.verdicts import Audit, audit_step
 from gradrewrite.backends.model_state import ModelState, state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.backends.traced_step import METHOD, ComputeLoss, TrainingStep, arguments_of, own_batch
@@ -72,6 +73,7 @@ class Diagnosis:
         trials: With ``try_clips=True`` the losses by step, from the same start on the same batches: ``"as it is"``,
             ``"global clip"`` (of all gradients, to a norm of 1) and, where there is a policy, ``"suggested policy"``.
         health: The figures of all sites, for programs.
+        audit: The audit of the first step, whose faults are among the causes; None if it could not run.
         graph: The largest graph of the model, without clips, for drawing.
     """
 
@@ -83,6 +85,7 @@ class Diagnosis:
     trials: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: MappingProxyType({}))
     health: Health | None = field(default=None, repr=False, compare=False)
     graph: JointGraph | None = field(default=None, repr=False, compare=False)
+    audit: Audit | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         """The verdict, the advice, the policy, the trials and the remarks, as plain text."""
@@ -114,7 +117,8 @@ class Diagnosis:
         from gradrewrite import viz  # which loads libraries for drawing
 
         assert self.health is not None
-        return viz.Report(self.health, "diagnosis", trials=self.trials, graph=self.graph)
+        tables = "" if self.audit is None else self.audit._repr_html_()
+        return viz.Report(self.health, "diagnosis", trials=self.trials, graph=self.graph, audit=tables)
 
 
 def diagnose(
@@ -198,7 +202,12 @@ def diagnose(
         torch.enable_grad(),
     ):
         stream: Iterable[Any] = list(_stream(batches, number)) if try_clips else _stream(batches, number)
+        first = next(iter(stream))
+        stream = stream if isinstance(stream, list) else itertools.chain([first], stream)
         monitor, losses, evidence = train(stream, observe)
+        audited, remarks = train.audited(first)
+        faults = () if audited is None else tuple(map(_with_line, audited.causes))
+        evidence = replace(evidence, audited=faults, remarks=(*evidence.remarks, *remarks))
         health = examine(monitor.steps(), evidence=evidence)
         verdict = health.verdict
         rules = verdict.code if verdict.causes else ()
@@ -212,7 +221,7 @@ def diagnose(
             trials = {"as it is": tuple(losses)}
             trials |= {name: tuple(train(stream, [one], name)[1]) for name, one in tried.items()}
     texts = verdict.outcome, verdict.causes, verdict.remarks, verdict.text, policy
-    return Diagnosis(*texts, trials, health, train.graph)
+    return Diagnosis(*texts, trials, health, train.graph, audited)
 
 
 def _check(model: Any, optimizer: Any) -> None:
@@ -246,6 +255,11 @@ def _stream(batches: Iterable[Any], steps: int) -> Iterator[Any]:
             break
     if not count:
         raise ValueError("gr.diagnose: there is no batch; give an iterable of batches")
+
+
+def _with_line(cause: Cause) -> Cause:
+    """Return a cause of an audit with its line in the text."""
+    return replace(cause, text=f"{cause.text[:-1]}, at {cause.source}.") if cause.source else cause
 
 
 def _kept(batches: Iterable[Any], seen: list[Any]) -> Iterator[Any]:
@@ -316,6 +330,20 @@ class _Trainer:
     steps: int
     compile: bool
     graph: JointGraph | None = None  # of the training that was observed
+
+    def audited(self, batch: Any) -> tuple[Audit | None, list[str]]:
+        """Audit the first step, of another copy; return the audit, or a remark why it could not run."""
+        model, optimizer = self._copies()
+        step = self.loss.step
+        compute_loss = None if step is None else step.function(model)
+        args, kwargs = arguments_of(model, batch, has_loss=False) if step is None else step.arguments(model, batch)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the model: the training has said them
+                return audit_step(model, args, kwargs, compute_loss, optimizer), []
+        except Exception as err:  # the training has run: it keeps its verdict
+            text = str(err).partition("\n")[0]
+            return None, [f"The step could not be audited ({type(err).__name__}: {text})."]
 
     def __call__(
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"

@@ -38,6 +38,7 @@ class Report:
         note: What was found on each of several ranks.
         trials: Losses by step of trainings from one start, by name.
         graph: The graph that was trained, for further tabs.
+        audit: Tables of an audit of the training step, as HTML.
     """
 
     health: Health
@@ -47,6 +48,7 @@ class Report:
     note: str = ""
     trials: Mapping[str, Sequence[float]] = field(default_factory=dict)
     graph: JointGraph | None = None
+    audit: str = ""
 
     def __repr__(self) -> str:
         return f"Report({self.title!r}: {self.health.verdict.headline})"
@@ -77,7 +79,7 @@ class Report:
         run = self.health.run
         panels = [*([trials_of(self.trials)] if self.trials else []), *panels_of(run, self.baselines)]
         name = self.baselines[0].name if self.baselines else ""
-        tabs = report_tabs(self.health, panels, baseline=name, cause=self.cause, note=self.note)
+        tabs = report_tabs(self.health, panels, baseline=name, cause=self.cause, note=self.note, audit=self.audit)
         return write_page(
             self.title,
             run=run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -27,9 +27,9 @@ Fate = Literal[
     "trained", "frozen", "no gradient", "not read", "zero so far", "zero up to rounding", "compiled only", "eager only"
 ]
 _COLUMNS = ("parameter", "verdict", "stops at", "line", "trained by")
+STEPS = 3
 _NAMED = 5
 _MOST_REMARKS = 5  # of one kind
-_OUTCOME = "the values that it returns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Audit:
         for cause in self.causes:
             at = [f"  {cause.source}"] if cause.source else []
             parts.append("\n".join([f"{cause.kind}: {cause.text}", *at, f"  {cause.advice}"]))
-        cells = [cells for row, cells in zip(self.rows, self._cells(), strict=True) if row.verdict not in _USUAL]
+        cells = [self._cells_of(row) for row in self.rows if row.verdict not in _USUAL]
         if cells:
             parts.append(plain_table(_COLUMNS, cells[:_MOST_ROWS]))
             parts += [f"and {len(cells) - _MOST_ROWS} more"] * (len(cells) > _MOST_ROWS)
@@ -96,12 +96,15 @@ class Audit:
         ]
         return {"causes": [cause.to_json() for cause in self.causes], "remarks": self.remarks, "rows": rows}
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [(row.name, row.verdict, row.op, row.line, ", ".join(row.losses)) for row in self.rows]
+    @staticmethod
+    def _cells_of(row: AuditRow) -> tuple[str, ...]:
+        return row.name, row.verdict, row.op, row.line, ", ".join(row.losses)
 
     def _repr_html_(self) -> str:
-        groups = ["first" if row.verdict in _FAULTY else "" for row in self.rows]
-        table = html_table(_COLUMNS, self._cells(), "all parameters", groups)
+        rows = [row for row in self.rows if row.verdict not in _USUAL] if len(self.rows) > _MOST_ROWS else self.rows
+        groups = ["first" if row.verdict in _FAULTY else "" for row in rows]
+        caption = "All parameters" if len(rows) == len(self.rows) else "Parameters that are not trained"
+        table = html_table(_COLUMNS, [self._cells_of(row) for row in rows], f"{caption}. {self.headline}", groups)
         if not self.causes:
             return table
         faults = [(c.kind, c.text, c.source, c.advice) for c in self.causes]
@@ -133,7 +136,7 @@ def audit(
     compute_loss: ComputeLoss | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     trained: str | Sequence[str] | None = None,
-    steps: int = 3,
+    steps: int = STEPS,
     **kwargs: Any,
 ) -> Audit:
     """Find untrained parameters of a training step, with op and line.
@@ -190,17 +193,27 @@ def audit(
     state = state_of(model)
     model = model if state is None else state.original
     patterns = _patterns(trained, model)
-    held = (
-        optimizer
-        if isinstance(optimizer, torch.optim.Optimizer) or optimizer is None
-        else optimizer(model.parameters())
-    )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+    return audit_step(model, args, kwargs, compute_loss, optimizer, patterns, steps)
+
+
+def audit_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    compute_loss: ComputeLoss | None,
+    optimizer: torch.optim.Optimizer | None,
+    patterns: tuple[str, ...] | None = None,
+    steps: int = STEPS,
+) -> Audit:
+    """Audit a step of a plain model; see ``audit``."""
     step = trace_step(model, compute_loss, args, kwargs)
     flow = flow_of(step, model)
-    keep = _watched(model) if held is not None else set()
+    keep = _watched(model) if optimizer is not None else set()
     with unwatched():
         eager = run_eager_steps(model, compute_loss, args, kwargs, steps=steps, keep=keep, written=flow.written)
-    return _Judge(model, step, flow, eager, patterns).audit(held)
+    return _Judge(model, step, flow, eager, patterns).audit(optimizer)
 
 
 def _patterns(trained: str | Sequence[str] | None, model: nn.Module) -> tuple[str, ...] | None:

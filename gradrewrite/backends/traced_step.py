@@ -25,7 +25,7 @@ class TrainingStep:
 
     def add_to(self, model: nn.Module) -> None:
         """Give a model the method ``METHOD``; its class changes. TypeError where that cannot be."""
-        step = self._method(model)
+        step = self.function(model)
 
         def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return step(self, *args, **kwargs)
@@ -43,12 +43,8 @@ class TrainingStep:
         self.add_to(view)
         return view
 
-    def arguments(self, model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the method for a batch, which stays as it is if a loss takes parts out of it."""
-        args, kwargs = arguments_of(model, batch, has_loss=self._compute_loss is None)
-        return args, kwargs if self._compute_loss is not None else {**kwargs, _name_of_batch(model): own_batch(batch)}
-
-    def _method(self, model: nn.Module) -> ComputeLoss:
+    def function(self, model: nn.Module) -> ComputeLoss:
+        """Return the step as a function of a model and these arguments."""
         if self._compute_loss is not None:
             return self._compute_loss
         loss, name = self._loss, _name_of_batch(model)
@@ -59,6 +55,11 @@ class TrainingStep:
             return loss(model(*args, **kwargs), batch)
 
         return step
+
+    def arguments(self, model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the method for a batch, which stays as it is if a loss takes parts out of it."""
+        args, kwargs = arguments_of(model, batch, has_loss=self._compute_loss is None)
+        return args, kwargs if self._compute_loss is not None else {**kwargs, _name_of_batch(model): own_batch(batch)}
 
     def _signature(self, model: nn.Module) -> inspect.Signature:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

@@ -43,6 +43,7 @@ class Evidence:
     recurrent: frozenset[str] = frozenset()  # modules whose calls read what their calls before returned
     remarks: tuple[str, ...] = ()  # what is no fault
     constant_loss: float = math.nan  # of the best constant answer, where targets are classes; NaN if not known
+    audited: tuple[Cause, ...] = ()  # faults of the training step itself
 
 
 def outcome_of(run: Run, is_trained: bool = True) -> Outcome:

@@ -68,6 +68,8 @@ def judge(
     ends = (loss, baseline) if loss is not None and baseline is not None else None
     judged = Judge(run, findings, sites, evidence, is_higher=ends is not None and _ends_higher(*ends))
     causes = judged.causes()
+    is_told_first = judged.outcome not in ("non-finite", "diverges")  # a parameter that is not trained makes neither
+    causes = (*evidence.audited, *causes) if is_told_first else (*causes, *evidence.audited)
     faulty = [] if judged.learns else [one for one in findings if traits_of(one.kind).gravity == "first"]
     told = [cause for cause in causes if traits_of(cause.kind).told_as is None]
     told += [cause for cause in causes if cause.kind == "non-finite op" and evidence.failure and not faulty]

@@ -20,10 +20,19 @@ from gradrewrite.viz._panels import Panel
 
 _MOST_SKIPS = 5  # skipped updates that were asked about
 _MOST_CODE = 20  # lines beside the verdict; the table has all
+_AUDIT = """
+<section id="audit" aria-labelledby="s-audit"><h2 id="s-audit">Who is trained</h2>
+<div class="scroll" role="region" aria-label="audit of the training step" tabindex="0">{}</div></section>"""
 
 
 def report_tabs(
-    health: Health, panels: Sequence[Panel] = (), *, baseline: str = "", cause: str = "", note: str = ""
+    health: Health,
+    panels: Sequence[Panel] = (),
+    *,
+    baseline: str = "",
+    cause: str = "",
+    note: str = "",
+    audit: str = "",
 ) -> str:
     """Return the elements of the tabs ``report`` and ``curves``.
 
@@ -33,6 +42,7 @@ def report_tabs(
         baseline: Name of the run that it is compared with.
         cause: What made the first non-finite value.
         note: What was found on each of several ranks.
+        audit: Tables of the parameters that are not trained, as HTML.
     """
     verdict, steps = health.verdict, health.run.steps
     first = verdict.causes[0] if verdict.causes else None
@@ -69,6 +79,7 @@ def report_tabs(
     groups = [row.family for row in health.sites]
     parts = {name: html.escape(text) for name, text in texts.items()}
     parts["table"] = html_table([COLUMNS[n] for n in kept], table, "all sites", groups)
+    parts["audit"] = _AUDIT.format(audit) if audit else ""
     parts["where"] = _where(first, run) if first is not None and first.site else ""
     parts["image"] = image_of(figure_of(panels, run), f"loss and norm by step. {health.loss}") if panels else ""
     template = resources.files("gradrewrite.viz.page").joinpath("report.html").read_text(encoding="utf-8")
