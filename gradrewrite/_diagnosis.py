@@ -74,7 +74,7 @@ class Diagnosis:
             ``"global clip"`` (of all gradients, to a norm of 1) and, where there is a policy, ``"suggested policy"``.
         health: The figures of all sites, for programs.
         audit: The audit of the first step, whose faults are among the causes; None if it could not run.
-        graph: The largest graph of the model, without clips, for drawing.
+        graph: The largest graph of the model and its loss, without clips, for drawing.
     """
 
     outcome: Outcome
@@ -422,7 +422,9 @@ class _Run:
         self._step = trainer.loss.step
         self._in_graph = False
         if fullgraph and self._is_observed and self._step is not None:
-            with contextlib.suppress(TypeError):  # a class that has __slots__
+            with contextlib.suppress(
+                TypeError, ValueError
+            ):  # a class without subclasses, a forward without a signature
                 self._step.add_to(model)
                 self._in_graph = True
         self.rewritten = self._rewritten()
@@ -475,11 +477,11 @@ class _Run:
             self.rewritten.monitor.log("loss", self.losses[-1])
         if self._has_classes:
             self._classes.count(batch)
-        if self._in_graph and len(self.rewritten.explain().graphs) > _MOST_GRAPHS:
-            self._leave_graph()
         return not _is_bad(self.rewritten.monitor, self.losses[-1])
 
     def _value(self, batch: Any) -> Tensor:
+        if self._in_graph and len(self.rewritten.explain().graphs) > _MOST_GRAPHS:
+            self._leave_graph()
         if self._in_graph:
             assert self._step is not None
             try:
@@ -495,7 +497,7 @@ class _Run:
         return any(site.op == "cross_entropy" for graph in graphs for site in graph.sites)
 
     def explain(self, batch: Any) -> None:
-        """Find the op of the last step, which is not finite; with the loss beside the graph by another run."""
+        """Find the op behind the last, non-finite step."""
         if not self._is_observed:
             return
         self._failure, self._remark = last_failure(self.rewritten.monitor)
@@ -505,7 +507,7 @@ class _Run:
             name_break(self._failure, self.rewritten.explain().skipped)
 
     def look(self, batch: Any) -> frozenset[str]:
-        """Run the last step again without a graph; return the modules with a call that reads the one before."""
+        """Run the last step eagerly; return the recurrent modules."""
         targets, loss = Targets(), self._loss
 
         def run() -> None:
@@ -524,7 +526,7 @@ class _Run:
         return found
 
     def evidence(self, recurrent: frozenset[str], *, is_trained: bool) -> Evidence:
-        """Return what is known of the training beside its records."""
+        """Return the evidence beside the records."""
         sites = {str(site): site for graph in self.rewritten.explain().graphs for site in graph.sites}
         remarks = (*_remarks(self.rewritten), *([self._remark] if self._remark else []))
         constant = self._constant if self._has_classes else self._targets.constant_loss
@@ -546,7 +548,7 @@ def observe(site: Site) -> list[Any] | None:
 
 @leave_out_unsupported
 def observe_model(site: Site) -> list[Any] | None:
-    """Record all that the judge reads of a model, and nothing of a loss that is traced with it."""
+    """Record the judge's figures of a model, without its loss."""
     return None if site.is_outside and site.kind in ("activation", "error") else observe(site)
 
 
@@ -600,7 +602,7 @@ def _recurrent(model: nn.Module, run: Callable[[], None]) -> frozenset[str]:
 def failure_in_step(
     failure: NonFiniteError | None, model: nn.Module, step: TrainingStep, batch: Any, random: RandomState | None
 ) -> NonFiniteError | None:
-    """Return the failure of a step by another run of it, with its loss in the graph.
+    """Locate a failure by another run, with the loss traced.
 
     Args:
         failure: The failure by a replay, returned where an op of the model made the value; None where none was found.
@@ -622,12 +624,12 @@ def failure_in_step(
 
 
 def _came_from_outside(failure: NonFiniteError) -> bool:
-    """Whether a value came into the graphs from code that the tracer does not see."""
+    """Return whether untraced code made the value."""
     return failure.cause in (FROM_LOSS, FROM_BEHIND) or failure.cause.endswith(BEFORE_BREAK)
 
 
 def name_break(failure: NonFiniteError, skipped: Sequence[str]) -> None:
-    """Name the lines that stop the tracer in a failure whose value comes from there."""
+    """Name the lines of graph breaks in a failure from there."""
     if not (skipped and _came_from_outside(failure)):
         return
     lines = "; ".join(dict.fromkeys(skipped[-_MOST_BREAKS:]))

@@ -89,9 +89,9 @@ def locate_in_step(
     kwargs: dict[str, Any],
     random: RandomState | None = None,
 ) -> tuple[NonFiniteError | None, tuple[str, ...]]:
-    """Run a step op by op, its loss traced with the model, in parts if it must be; return the error of its first op.
+    """Return the error of a step's first op, by another run.
 
-    Nothing of the user's changes.
+    It runs op by op, with the loss traced; in several graphs, if it must. Nothing of the user's changes.
 
     Args:
         model: The plain model, with the values of the step.

@@ -24,7 +24,10 @@ class TrainingStep:
         self._loss, self._compute_loss = loss, compute_loss
 
     def add_to(self, model: nn.Module) -> None:
-        """Give a model the method ``METHOD``; its class changes. TypeError where that cannot be."""
+        """Give a model the method ``METHOD``; its class changes.
+
+        TypeError or ValueError if it cannot have one.
+        """
         step = self.function(model)
 
         def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +40,7 @@ class TrainingStep:
         model.__class__ = metaclass(cls.__name__, (_HasStep, cls), {"__slots__": (), **names, METHOD: method})
 
     def added_to(self, model: nn.Module) -> nn.Module:
-        """Return a view of a model with the method, for a model that is not to change."""
+        """Return a view of a model with the method."""
         view: nn.Module = object.__new__(type(model))
         object.__setattr__(view, "__dict__", vars(model))
         self.add_to(view)
@@ -57,7 +60,10 @@ class TrainingStep:
         return step
 
     def arguments(self, model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the method for a batch, which stays as it is if a loss takes parts out of it."""
+        """Return the arguments of the method for a batch.
+
+        The batch stays as it is, if a loss takes parts out of it.
+        """
         args, kwargs = arguments_of(model, batch, has_loss=self._compute_loss is None)
         return args, kwargs if self._compute_loss is not None else {**kwargs, _name_of_batch(model): own_batch(batch)}
 
@@ -88,12 +94,12 @@ _ANY = [inspect.Parameter("args", _MANY[0]), inspect.Parameter("kwargs", _MANY[1
 
 
 def _name_of_batch(model: nn.Module) -> str:
-    """Return a keyword for the batch that the forward does not have."""
+    """Return a keyword for the batch, unknown to the forward."""
     return "batch" if "batch" not in inspect.signature(model.forward).parameters else "whole_batch"
 
 
 def own_batch(batch: Any) -> Any:
-    """Return a batch that a loss may take parts out of."""
+    """Copy a batch, if a loss could take parts out of it."""
     return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
 
 

@@ -74,7 +74,7 @@ class Targets(TorchFunctionMode):
 
 
 class Classes:
-    """Counts the integers in the tensors of batches, some of which are targets of a traced loss."""
+    """Counts of the integers in batches, for traced losses."""
 
     def __init__(self) -> None:
         self._counts: list[Counter[int]] = []  # by the position of the tensor
@@ -87,7 +87,7 @@ class Classes:
                 self._counts[n].update(_counts(tensor))
 
     def counts_of(self, target: Tensor, batch: Any) -> Counter[int] | None:
-        """Return the counts at the place that a target has in its batch; None if it is not there."""
+        """Return the counts of a target's tensor; None if unknown."""
         for n, tensor in enumerate(tensors_in(batch)):
             if n < len(self._counts) and _has_classes(tensor) and _is_same(target, tensor):
                 return self._counts[n]

@@ -340,7 +340,7 @@ class Judge:
 
 
 def _advice_without_line(failure: NonFiniteError) -> str:
-    """Return the advice on a value that no line of the model made."""
+    """Return the advice on a value without a line."""
     if not failure.cause:
         return f"Look at the values that {failure.op or failure.site} reads."
     return next((advice for begin, advice in _BY_CAUSE if failure.cause.startswith(begin)), _LOOK_BEFORE)

@@ -227,7 +227,7 @@ class Attachment:
         return RandomState.now([] if self._model is None else [next(self._model.parameters(), None)])
 
     def explain(self, error: NonFiniteError, step: TrainingStep, batch: Any, random: RandomState) -> None:
-        """Name the op of the loss in the error of the step that has just run, by another run of that step."""
+        """Name the op of the loss in the last step's error."""
         state = state_of(self._model)
         found = None if state is None else failure_in_step(error, state.original, step, batch, random)
         if found is not None and found is not error:
@@ -239,7 +239,7 @@ class Attachment:
         self._first_failure = None
 
     def explain_loss(self, step: TrainingStep, batch: Any, random: RandomState) -> None:
-        """Find the op behind the first of several losses that are not finite, by another run of its step."""
+        """Find the op behind the first of several non-finite losses."""
         state = state_of(self._model)
         if state is not None and self._first_failure is None and self._num_explained < _MOST_EXPLAINED:
             self._num_explained += 1

@@ -1,4 +1,4 @@
-"""Attributes and random state that a diagnosis leaves as they were."""
+"""Kept attributes, modes and random state of a diagnosis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 1000  # items of a container that is restored: metrics, no data set
 
 @contextlib.contextmanager
 def kept_attributes(owner: Any) -> Iterator[None]:
-    """Leave the attributes of an object as they are, with the items of dicts and lists inside of them."""
+    """Restore the attributes of an object, and the containers inside."""
     before = [(found, copy.copy(found)) for found in _containers(vars(owner), set())]
     try:
         yield
@@ -29,7 +29,7 @@ def kept_attributes(owner: Any) -> Iterator[None]:
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield a dict or a list, and those inside of it."""
+    """Yield a dict or a list, and the nested ones."""
     if not isinstance(value, dict | list) or id(value) in seen or len(value) > _MOST:
         return
     seen.add(id(value))
@@ -40,7 +40,7 @@ def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Leave the modes of modules, training or not, as they are."""
+    """Restore the modes of modules."""
     before = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -51,7 +51,7 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
-    """Leave the random state of torch, Python and NumPy as it is."""
+    """Restore the random state of torch, Python and NumPy."""
     numpy = sys.modules.get("numpy")
     of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

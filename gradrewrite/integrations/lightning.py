@@ -39,7 +39,7 @@ def diagnose(
     compile: bool = False,
     try_clips: bool = False,
 ) -> Diagnosis:
-    """Train a copy of a LightningModule for some steps, and name its faults, their places and the remedies.
+    """Diagnose the training of a LightningModule, on a copy.
 
     It is ``gr.diagnose`` with ``training_step(batch, batch_idx)`` and the optimizer of ``configure_optimizers()``,
     without a Trainer: what the module logs is dropped, schedules, accumulation and precision plugins are left out, and
@@ -117,7 +117,7 @@ def _one_optimizer(configured: Any) -> torch.optim.Optimizer | None:
 
 @dataclass(frozen=True)
 class _Batches:
-    """The batches of a loader on the device of a module, with their numbers."""
+    """The numbered batches of a loader, on a module's device."""
 
     module: LightningModule
     loader: Iterable[Any]

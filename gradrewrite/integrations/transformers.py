@@ -31,7 +31,7 @@ from gradrewrite.replay.step_snapshot import RandomState
 
 
 def diagnose(trainer: Trainer, *, steps: int = 50, compile: bool = False, try_clips: bool = False) -> Diagnosis:
-    """Train a copy of a Trainer's model for some steps, and name its faults, their places and the remedies.
+    """Diagnose the training of a Trainer, on a copy of its model.
 
     It is ``gr.diagnose`` with the Trainer's batches, ``compute_loss`` and optimizer, also those of a subclass. Each
     batch is one update, at the rate of the optimizer: schedules, accumulation, clips and the GradScaler are left out.
@@ -81,7 +81,7 @@ def diagnose(trainer: Trainer, *, steps: int = 50, compile: bool = False, try_cl
 
 
 def _loss_of(trainer: Trainer) -> Callable[..., torch.Tensor]:
-    """Return a function of a model and a batch by name, with the precision of a Trainer."""
+    """Return a Trainer's loss as a function of model and batch."""
     kind, dtype = trainer.args.device.type, _HALVES.get(trainer.accelerator.mixed_precision)
 
     def compute_loss(model: nn.Module, /, **inputs: Any) -> torch.Tensor:
@@ -99,7 +99,7 @@ _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class _Batches:
-    """The batches of a Trainer, as its ``training_step`` prepares them, each with the number of its labels."""
+    """The prepared batches of a Trainer, with their numbers of labels."""
 
     trainer: Trainer
 
