@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
-from gradrewrite.auditing.step_graphs import ComputeLoss, loss_in
+from gradrewrite.auditing.step_graphs import loss_in
+from gradrewrite.backends.traced_step import ComputeLoss
 
 _STEP_SIZE = 0.01  # of an update, relative to the size of a parameter, or to 1 where that is 0
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}  # of a bias's gradient to that of its weight

@@ -13,10 +13,9 @@ from torch import Tensor, fx, nn
 
 from gradrewrite._compat import dynamo, dynamo_cache
 from gradrewrite._utils.tensors import kept_random_state
+from gradrewrite.backends.traced_step import ComputeLoss
 from gradrewrite.backends.tracing_errors import explained
 from gradrewrite.instrumentation.source_locations import user_line
-
-ComputeLoss = Callable[..., Any]  # (model, *args, **kwargs) -> scalar
 
 
 @dataclass(eq=False)

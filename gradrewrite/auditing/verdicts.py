@@ -18,9 +18,10 @@ from gradrewrite.auditing.constants import vanishing_constants
 from gradrewrite.auditing.eager_steps import EagerSteps, run_eager_steps
 from gradrewrite.auditing.gradient_flow import GradientFlow, Term, flow_of
 from gradrewrite.auditing.optimizer_settings import optimizer_causes
-from gradrewrite.auditing.step_graphs import ComputeLoss, StepGraphs, trace_step
+from gradrewrite.auditing.step_graphs import StepGraphs, trace_step
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.parameter_watch import unwatched
+from gradrewrite.backends.traced_step import ComputeLoss
 from gradrewrite.diagnostics.causes import Cause
 
 Fate = Literal[
