@@ -159,7 +159,7 @@ def saturated_tanh(seed: int, size: int = 4) -> Case:
     with torch.no_grad():
         for layer in net.layers:
             layer.weight.mul_(200.0)
-    return Case(net, points(seed), 1e-5, "saturated", "activation:acts.*")
+    return Case(net, points(seed), 1e-6, "saturated", "activation:acts.*")
 
 
 def one_bad_layer(seed: int, size: int = 12) -> Case:

@@ -92,7 +92,7 @@ def test_a_loss_may_take_parts_out_of_a_batch() -> None:
 
 
 class TakesKwargs(Net):
-    def forward(self, x: Tensor, kwargs: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, kwargs: Tensor | None = None) -> Tensor:
         return self.layer(x)
 
 

@@ -24,7 +24,8 @@ def test_attributes_and_the_items_of_containers() -> None:
     owner = Owner()
     losses, data = owner.metrics["train"]["loss"], owner.data
     with kept_attributes(owner):
-        owner.number, owner.other = 2, 3
+        owner.number = 2
+        vars(owner)["other"] = 3
         owner.metrics["train"]["loss"].append(2.0)
         owner.metrics["eval"]["loss"].append(2.0)
         owner.data.append(1)
