@@ -206,7 +206,7 @@ def diagnose(
         stream = stream if isinstance(stream, list) else itertools.chain([first], stream)
         monitor, losses, evidence = train(stream, observe)
         audited, remarks = train.audited(first)
-        faults = () if audited is None else tuple(map(_with_line, audited.causes))
+        faults = () if audited is None else tuple(map(with_line, audited.causes))
         evidence = replace(evidence, audited=faults, remarks=(*evidence.remarks, *remarks))
         health = examine(monitor.steps(), evidence=evidence)
         verdict = health.verdict
@@ -257,7 +257,7 @@ def _stream(batches: Iterable[Any], steps: int) -> Iterator[Any]:
         raise ValueError("gr.diagnose: there is no batch; give an iterable of batches")
 
 
-def _with_line(cause: Cause) -> Cause:
+def with_line(cause: Cause) -> Cause:
     """Return a cause of an audit with its line in the text."""
     return replace(cause, text=f"{cause.text[:-1]}, at {cause.source}.") if cause.source else cause
 

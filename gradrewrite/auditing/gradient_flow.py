@@ -129,7 +129,9 @@ def flow_of(step: StepGraphs, model: nn.Module) -> GradientFlow:
     """Follow the parameters that need a gradient through the graphs of a step."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     flow = GradientFlow([name for name, _ in named])
-    bits = {id(p): 1 << bit for bit, (_, p) in enumerate(named)}
+    by_name = {name: 1 << bit for bit, (name, _) in enumerate(named)}
+    seen = {key: name for graph in step.graphs for key, name in graph.names.items()}
+    bits = {key: by_name[name] for key, name in seen.items() if name in by_name}
     if step.is_whole:
         reader = _Reader(flow, step.graphs[0])
         given = (Reach(bits.get(id(value), 0), bits.get(id(value), 0)) for value in step.graphs[0].inputs)

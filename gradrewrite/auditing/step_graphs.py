@@ -26,12 +26,14 @@ class StepGraph:
         gm: The graph.
         inputs: Its inputs, by placeholder.
         calls: Inputs and outputs of its calls, op by op; empty where nothing ran.
+        names: Names of the parameters that were in the model when it was traced, by identity; FSDP2 replaces them.
         break_line: The user's line that ended it, ``file:line "code"``; ``""`` if none did.
         break_reason: Dynamo's reason for that.
     """
 
     gm: fx.GraphModule
     inputs: tuple[Any, ...]
+    names: Mapping[int, str]
     calls: list[tuple[Sequence[Any], Sequence[Any]]] = field(default_factory=list)
     break_line: str = ""
     break_reason: str = ""
@@ -62,13 +64,15 @@ class _Traced(BaseException):  # not an Exception: torch wraps those
 class _Recorder:
     """A backend for keeping Dynamo graphs; it runs several of them."""
 
-    def __init__(self, *, is_whole: bool) -> None:
+    def __init__(self, model: nn.Module, *, is_whole: bool) -> None:
         self.graphs: list[StepGraph] = []
+        self._model = model
         self._is_whole = is_whole
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         reason, stack = dynamo.graph_break_of(gm) or ("", ())
-        graph = StepGraph(gm, tuple(inputs), break_line=user_line(stack), break_reason=reason)
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        graph = StepGraph(gm, tuple(inputs), names, break_line=user_line(stack), break_reason=reason)
         if self._is_whole:
             self.graphs.append(graph)
             raise _Traced
@@ -118,7 +122,7 @@ def _traced(
     # Dynamo keeps compiled code with code objects: one of its own is dropped with it.
     code = step.__code__.replace(co_name="gradrewrite_audited_step")
     own = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
-    recorder = _Recorder(is_whole=is_whole)
+    recorder = _Recorder(model, is_whole=is_whole)
     settings = {"fullgraph": is_whole, "dynamic": False}
     compiled = dynamo_cache.CompiledFunction(own, recorder, settings, lambda: contextlib.nullcontext(()))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._diagnosis import failure_in_step, last_failure, observe
+from gradrewrite._diagnosis import failure_in_step, last_failure, observe, with_line
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.warnings import warn
+from gradrewrite.auditing.verdicts import STEPS, Audit, audit_step
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.backends.traced_step import TrainingStep
@@ -61,6 +63,7 @@ class Settings:
     folder: bool | str | PathLike[str]
     options: Mapping[str, Any]
     of_guards: Mapping[str, Any] = field(default_factory=dict)
+    audit: bool | None = None  # None: of a diagnosis
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str) and self.policy != "diagnose":
@@ -73,6 +76,11 @@ class Settings:
     def is_diagnosis(self) -> bool:
         """Whether the training is observed only."""
         return self.policy == "diagnose"
+
+    @property
+    def audits(self) -> bool:
+        """Whether the first training step is audited."""
+        return self.is_diagnosis if self.audit is None else self.audit
 
 
 class Attachment:
@@ -91,6 +99,9 @@ class Attachment:
         self._files = RunFiles(None, self.monitor)
         self._losses: deque[Tensor | float] = deque(maxlen=1000)  # of micro-batches that have no record yet
         self._num_rows = 0  # records when the last loss was logged
+        self.audited: Audit | None = None  # the first step of the last training
+        self._has_audited = False
+        self._one_optimizer: torch.optim.Optimizer | None = None  # of the training; None if it has several
         self._num_explained = 0  # losses that are not finite
         self._was_told_of_clipping = False
         self._num_logged = 0  # steps
@@ -124,7 +135,9 @@ class Attachment:
         self._files = RunFiles(path, self.monitor, is_resumed)
         self._num_rows = self._num_logged = self._files.first_step
         self._losses.clear()
-        self.graph = self._judged = self._first_failure = None
+        self.graph = self._judged = self._first_failure = self.audited = None
+        self._has_audited = False
+        self._one_optimizer = optimizers[0] if len(optimizers) == 1 else None
         atexit.register(self._end_at_exit)
 
     def _attach(
@@ -154,7 +167,7 @@ class Attachment:
         self.graph = self._graph()
         if self._model is not None and state_of(self._model) is not None:
             restore(self._model)
-        self._model, self._optimizers = None, []
+        self._model, self._optimizers, self._one_optimizer = None, [], None
 
     def end(self, error: BaseException | None = None) -> None:
         """Judge an ended training, write its page, and detach.
@@ -202,7 +215,8 @@ class Attachment:
         state = state_of(self._model)
         graphs = state.session.graphs.explanation().graphs if state is not None else ()
         sites = {str(site): site for graph in graphs for site in graph.sites}
-        evidence = Evidence(sites, failure, remarks=(remark,) if remark else ())
+        audited = () if self.audited is None else tuple(map(with_line, self.audited.causes))
+        evidence = Evidence(sites, failure, remarks=(remark,) if remark else (), audited=audited)
         return examine(steps, evidence=evidence), "" if failure is None else str(failure)
 
     @property
@@ -215,12 +229,37 @@ class Attachment:
         health, cause = self._judged or self.examine()
         graph = self._graph()
         title = "training" if graph is None else f"training of {graph.name}"
-        return self._files.report(health, title, graph, cause)
+        return self._files.report(health, title, graph, cause, self.audited)
 
     def _graph(self) -> JointGraph | None:
         state = state_of(self._model)
         joint = None if state is None else state.session.graphs.joint
         return self.graph if state is None or joint is None else shown(joint, state.original)
+
+    @property
+    def awaits_audit(self) -> bool:
+        """Whether the next step is the one that is audited."""
+        return self._settings.audits and not self._has_audited and self._model is not None
+
+    def audit(self, step: TrainingStep, batch: Any) -> None:
+        """Audit a training step, and log one line; of several processes the structural half alone."""
+        self._has_audited = True
+        state = state_of(self._model)
+        assert state is not None
+        plain, optimizer = state.original, self._one_optimizer
+        args, kwargs = step.arguments(plain, batch)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the model: the training says them again
+                number = STEPS if this_rank() is None else 0
+                found = audit_step(plain, args, kwargs, step.function(plain), optimizer, steps=number)
+        except Exception as err:  # of any kind: the training goes on
+            warn(f"RewriteCallback: the first step could not be audited ({type(err).__name__}: {err})")
+            return
+        self.audited = found
+        if this_rank() in (None, 0):
+            line = " ".join([found.headline, *(cause.text for cause in map(with_line, found.causes))])
+            logger.log(logging.WARNING if found.causes else logging.INFO, "Audit: %s", line)
 
     def random_state(self) -> RandomState:
         """Return the random state of the CPU, and of the device of the model."""

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gradrewrite._utils.warnings import warn
+from gradrewrite.auditing.verdicts import Audit
 from gradrewrite.diagnostics.health import Health
 from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.diagnostics.run_log import Step
@@ -86,7 +87,7 @@ class RunFiles:
                     return read_jsonl(self.sink.path)
         return steps_since(self.monitor, self.first_step)
 
-    def report(self, health: Health, title: str, graph: JointGraph | None, cause: str) -> str:
+    def report(self, health: Health, title: str, graph: JointGraph | None, cause: str, audit: Audit | None) -> str:
         """Write the page; return its path, ``""`` on another rank than the first, or where it cannot be written."""
         if self.folder is None or this_rank():
             return ""
@@ -94,7 +95,8 @@ class RunFiles:
         def write() -> None:
             from gradrewrite import viz  # which loads matplotlib
 
-            viz.Report(health, title, cause=cause, graph=graph).render(path.with_suffix(""))
+            tables = "" if audit is None else audit._repr_html_()
+            viz.Report(health, title, cause=cause, graph=graph, audit=tables).render(path.with_suffix(""))
 
         path = self.folder / "run.html"
         return str(path) if _try(path, write) else ""

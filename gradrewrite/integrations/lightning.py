@@ -17,6 +17,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from gradrewrite._compat import dynamo
 from gradrewrite._diagnosis import Diagnosis
 from gradrewrite._diagnosis import diagnose as diagnose_model
+from gradrewrite.backends.traced_step import ComputeLoss, TrainingStep
 from gradrewrite.integrations._attachment import Attached, Attachment, Settings
 from gradrewrite.integrations._kept import kept_attributes, kept_generators
 from gradrewrite.module import refuse_trainers
@@ -74,27 +75,40 @@ def diagnose(
             "diagnose: the module updates its parameters itself (automatic_optimization is False); give gr.diagnose a "
             "function compute_loss(model, batch), and one optimizer"
         )
-    takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
-
-    def compute_loss(model: LightningModule, batch: Any, batch_idx: int) -> Any:
-        output = model.training_step(batch, batch_idx) if takes_index else model.training_step(batch)
-        return output["loss"] if isinstance(output, Mapping) else output
-
     with contextlib.ExitStack() as stack:
-        for name in ("log", "log_dict", "print"):
-            stack.enter_context(_replaced(LightningModule, name, _do_nothing))
+        stack.enter_context(_silent())
         stack.enter_context(kept_generators())
         stack.enter_context(kept_attributes(module))
         stack.enter_context(dynamo.changing_numbers())
         return diagnose_model(
             module,
             _Batches(module, loader),
-            compute_loss=compute_loss,
+            compute_loss=_loss_of(module),
             optimizer=_one_optimizer(module.configure_optimizers()),
             steps=steps,
             compile=compile,
             try_clips=try_clips,
         )
+
+
+def _loss_of(module: LightningModule) -> ComputeLoss:
+    """Return a module's training step as a function of model, batch and number."""
+    takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
+
+    def compute_loss(model: LightningModule, batch: Any, batch_idx: int) -> Any:
+        output = model.training_step(batch, batch_idx) if takes_index else model.training_step(batch)
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    return compute_loss
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Drop values that modules log inside the block."""
+    with contextlib.ExitStack() as stack:
+        for name in ("log", "log_dict", "print"):
+            stack.enter_context(_replaced(LightningModule, name, _do_nothing))
+        yield
 
 
 def _do_nothing(self: LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -165,6 +179,8 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
         prog_bar: Whether the figures are in the progress bar too.
         max_consecutive_skips: See ``guard``.
         update_ratios: See ``guard``.
+        audit: Audit the first training step, before it runs (``gr.audit``): one line in the log, tables in the page.
+            None: for ``"diagnose"``. Steps with a manual optimization are not audited.
         **options: Further arguments of ``transform`` (``fullgraph``, ``dynamic``, ``methods``, ``regions``,
             ``loss_scale``). Without ``methods``, ``fullgraph`` is False.
 
@@ -190,6 +206,7 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
         prog_bar: bool = False,
         max_consecutive_skips: int = 50,
         update_ratios: bool = False,
+        audit: bool | None = None,
         **options: Any,
     ) -> None:
         self._prog_bar = prog_bar
@@ -197,7 +214,8 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
         if "methods" not in options and "regions" not in options:
             options = {"fullgraph": False, **options, "methods": ("training_step",)}
         self._traces_step = "training_step" in options.get("methods", ())
-        self._attachment = Attachment(Settings(policy, compile, records, folder, options, of_guards), monitor)
+        settings = Settings(policy, compile, records, folder, options, of_guards, audit)
+        self._attachment = Attachment(settings, monitor)
         self._while_fitting = contextlib.ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,6 +229,14 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
         self._attachment.attach(pl_module, trainer.optimizers, scaler, folder, is_resumed=is_resumed)
         if self._traces_step:
             self._while_fitting.enter_context(_traceable(pl_module))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Audit the first step."""
+        if not (self._attachment.awaits_audit and pl_module.automatic_optimization):
+            return
+        with _silent(), kept_generators(), kept_attributes(pl_module), trainer.precision_plugin.forward_context():
+            step = TrainingStep(compute_loss=_loss_of(pl_module))
+            self._attachment.audit(step, {"batch": batch, "batch_idx": batch_idx})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -148,6 +148,8 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         folder: Where the files are written; True is ``output_dir``, False writes none.
         max_consecutive_skips: See ``guard``.
         update_ratios: See ``guard``.
+        audit: Audit the first training step, before it runs (``gr.audit``): one line in the log, tables in the page.
+            None: for ``"diagnose"``.
         **options: Further arguments of ``transform`` (``fullgraph``, ``dynamic``, ``methods``, ``regions``,
             ``loss_scale``).
 
@@ -172,11 +174,12 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         folder: bool | str | PathLike[str] = True,
         max_consecutive_skips: int = 50,
         update_ratios: bool = False,
+        audit: bool | None = None,
         **options: Any,
     ) -> None:
         self._resumed = ""  # the file of states that was not there
         of_guards = {"max_consecutive_skips": max_consecutive_skips, "update_ratios": update_ratios}
-        settings = Settings(policy, compile, records, folder, options, of_guards)
+        settings = Settings(policy, compile, records, folder, options, of_guards, audit)
         self._attachment = Attachment(settings, monitor)
         self._trainer: Trainer | None = None  # whose training step is watched
 
@@ -212,6 +215,12 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
             step, is_own = trainer.training_step, "training_step" in vars(trainer)
             trainer.training_step = _WatchedStep(step, self, is_own)
 
+    def _audit(self, batch: _StepBatch) -> None:
+        if self._attachment.awaits_audit and self._trainer is not None:
+            with kept_generators(), kept_attributes(self._trainer):
+                step, given, _ = batch.of(self._trainer)
+                self._attachment.audit(step, given)
+
     def _note_step(self, loss: torch.Tensor, batch: _StepBatch) -> None:
         trainer = self._trainer
         assert trainer is not None
@@ -220,12 +229,12 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
             if loss.isfinite():
                 self._attachment.forget_failure()
                 return
-            with kept_generators(), kept_attributes(trainer), contextlib.suppress(Exception):
+            with kept_generators(), kept_attributes(trainer), _told():
                 self._attachment.explain_loss(*batch.of(trainer))
 
     def _fail(self, error: BaseException, batch: _StepBatch) -> None:
         if isinstance(error, NonFiniteError) and self._trainer is not None:
-            with kept_generators(), kept_attributes(self._trainer), contextlib.suppress(Exception):
+            with kept_generators(), kept_attributes(self._trainer), _told():
                 self._attachment.explain(error, *batch.of(self._trainer))  # which it stays, if that fails
         self._watch(None)
         self._attachment.end(error)
@@ -288,6 +297,15 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         self._attachment.end()
 
 
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Warn of an error inside: the training goes on, or has an error of its own."""
+    try:
+        yield
+    except Exception as err:  # of any kind
+        warn(f"RewriteCallback: the step could not be run again to explain it ({type(err).__name__}: {err})")
+
+
 @dataclass(frozen=True)
 class _WatchedStep:
     """The training step of a Trainer, with its loss and errors noted."""
@@ -299,6 +317,7 @@ class _WatchedStep:
     def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         items = args[0] if args else kwargs.get(_ITEMS)
         batch = _StepBatch(dict(inputs), items, self.callback._attachment.random_state())
+        self.callback._audit(batch)
         try:
             loss = self.plain(model, inputs, *args, **kwargs)
         except BaseException as err:

@@ -521,3 +521,26 @@ class Two(Regression):
 def test_diagnose_refuses(module: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         diagnose(module, rows())
+
+
+class HalfDetached(Regression):
+    """Its step detaches what the first layer returns."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = (self.net[2](self.net[0](x).detach()) - y).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [HalfDetached, None])
+def test_the_first_step_is_audited(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gradrewrite.integrations")
+    own = fit(tmp_path / "own", kind=kind)
+    callback = RewriteCallback("diagnose")
+    audited = fit(tmp_path / "audited", callback, kind=kind)
+    (line,) = [record for record in caplog.records if record.getMessage().startswith("Audit: ")]
+
+    assert difference(own, audited) == 0.0
+    assert line.levelno == (logging.INFO if kind is None else logging.WARNING)
+    assert ("net.0.weight, net.0.bias) get no gradient: `detach`" in line.getMessage()) == (kind is not None)

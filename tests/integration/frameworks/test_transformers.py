@@ -829,3 +829,41 @@ def test_a_failed_check_names_the_line_that_stops_the_tracer(tmp_path: Path) -> 
 
     assert "# planted target" in raised.value.source
     assert "# planted target" in (tmp_path / "diagnosis.txt").read_text()
+
+
+class Detached(Trainer):
+    """Its loss reads the logits without their gradient, but for the head."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **items: Any) -> Any:
+        pooled = model.bert(inputs["input_ids"]).pooler_output.detach()
+        return model.classifier(pooled).square().mean()
+
+
+def test_the_first_step_is_audited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gradrewrite.integrations")
+    callback = RewriteCallback("diagnose")
+    trainer = trainer_of(Detached, "bert", tmp_path, callback, max_steps=2)
+    trainer.train()
+
+    (line,) = [record for record in caplog.records if record.getMessage().startswith("Audit: ")]
+    assert line.levelno == logging.WARNING
+    assert (
+        "get no gradient: `detach` hands on the value without its gradient, at test_transformers.py"
+        in line.getMessage()
+    )
+    assert [cause.kind for cause in callback.health.verdict.causes][:1] == ["no gradient"]
+    assert "Who is trained" in (tmp_path / "run.html").read_text()
+
+
+@pytest.mark.parametrize("audit", [True, False])
+def test_an_audit_changes_no_bit_of_a_training(audit: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gradrewrite.integrations")
+    own = train("bert", tmp_path / "own", max_steps=3)
+    policy = gr.on("gradient:*", Observe("norm"))
+    callback = RewriteCallback(policy, compile=False, audit=audit)
+    audited = train("bert", tmp_path / "audited", callback, max_steps=3)
+
+    assert difference(audited.model, own.model) == 0.0
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Audit: ")]
+    assert len(lines) == audit
+    assert all("no fault was found" in line for line in lines)
