@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from gradrewrite._compat import dynamo, dynamo_cache
 from gradrewrite._utils.tensors import kept_random_state
+from gradrewrite.auditing.kept_state import KeptState, kept_state
 from gradrewrite.backends.tracing_errors import explained
 from gradrewrite.instrumentation.source_locations import user_line
 
@@ -61,18 +62,19 @@ class _Traced(BaseException):  # not an Exception: torch wraps those
 
 
 class _Recorder:
-    """A backend for keeping Dynamo graphs; it runs several of them."""
+    """A backend for keeping Dynamo graphs; with a kept state it runs several."""
 
-    def __init__(self, *, is_whole: bool) -> None:
+    def __init__(self, state: KeptState | None) -> None:
         self.graphs: list[StepGraph] = []
-        self._is_whole = is_whole
+        self._state = state
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         reason, stack = dynamo.graph_break_of(gm) or ("", ())
         graph = StepGraph(gm, tuple(inputs), break_line=user_line(stack), break_reason=reason)
-        if self._is_whole:
+        if self._state is None:
             self.graphs.append(graph)
             raise _Traced
+        self._state.add(t for t in inputs if isinstance(t, Tensor))
 
         def run(*given: Any) -> Any:
             if not graph.calls:  # in the order of execution
@@ -119,16 +121,16 @@ def _traced(
     # Dynamo keeps compiled code with code objects: one of its own is dropped with it.
     code = step.__code__.replace(co_name="gradrewrite_audited_step")
     own = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
-    recorder = _Recorder(is_whole=is_whole)
     settings = {"fullgraph": is_whole, "dynamic": False}
-    compiled = dynamo_cache.CompiledFunction(own, recorder, settings, lambda: contextlib.nullcontext(()))
-    try:
-        with torch.enable_grad(), kept_random_state():
-            loss = compiled(model, args, dict(kwargs))
-    except _Traced:
+    with contextlib.ExitStack() as stack:
+        state = None if is_whole else stack.enter_context(kept_state(model, (args, kwargs)))
+        recorder = _Recorder(state)
+        compiled = dynamo_cache.CompiledFunction(own, recorder, settings, lambda: contextlib.nullcontext(()))
+        stack.callback(compiled.drop)
+        stack.enter_context(kept_random_state())
         loss = None
-    finally:
-        compiled.drop()
+        with contextlib.suppress(_Traced), torch.enable_grad():
+            loss = compiled(model, args, dict(kwargs))
     return StepGraphs(recorder.graphs, loss)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gradrewrite._utils.formatting import listed, nearest, plain_table
 from gradrewrite._utils.html_tables import html_table, write_table_page
@@ -167,7 +168,8 @@ def audit(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: ``steps`` is not a whole number >= 0, or a pattern of ``trained`` matches no parameter.
+        ValueError: ``steps`` is not a whole number >= 0, a pattern of ``trained`` matches no parameter, or a lazy
+            module is not initialized.
 
     Example:
         >>> import torch, gradrewrite as gr
@@ -189,6 +191,8 @@ def audit(
         raise ValueError(f"gr.audit: steps is a whole number >= 0, got {steps!r}")
     state = state_of(model)
     model = model if state is None else state.original
+    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise ValueError(f"gr.audit: {lazy[0]} of a lazy module is not initialized: call the model once, model(*args).")
     patterns = _patterns(trained, model)
     held = (
         optimizer
@@ -199,7 +203,10 @@ def audit(
     flow = flow_of(step, model)
     keep = _watched(model) if held is not None else set()
     with unwatched():
-        eager = run_eager_steps(model, compute_loss, args, kwargs, steps=steps, keep=keep, written=flow.written)
+        read = [value for graph in step.graphs for value in graph.inputs]
+        eager = run_eager_steps(
+            model, compute_loss, args, kwargs, steps=steps, keep=keep, written=flow.written, read=read
+        )
     return _Judge(model, step, flow, eager, patterns).audit(held)
 
 
