@@ -64,7 +64,7 @@ def run_eager_steps(
         args, kwargs = _as_leaves(args), _as_leaves(kwargs)
         state = stack.enter_context(kept_state(model, (args, kwargs), written))
         for tensor in read:
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.is_leaf:
                 state.add([tensor], are_written=not isinstance(tensor, nn.Parameter))
         stack.enter_context(_without_updates(named.values()))
         for number in range(steps):
@@ -90,7 +90,7 @@ def run_eager_steps(
 def scalar_of(output: Any) -> Tensor | None:
     """Return the loss in an output, or a weighted sum of its values.
 
-    None without differentiable ones. The weights are random: a plain sum would not do: that of a softmax does not depend on what it is given.
+    None without differentiable ones. The weights are random, as the sum of a softmax is constant.
     """
     loss = loss_in(output)
     if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -114,7 +114,7 @@ def _note(found: EagerSteps, named: Mapping[str, nn.Parameter], keep: Collection
         sizes[name] = float(gradient.detach().abs().max()) if gradient.numel() else 0.0
         if sizes[name] != 0:  # NaN is no 0
             found.nonzero.add(name)
-    found.kept.append({name: named[name].grad.clone() for name in keep if named[name].grad is not None})
+    found.kept.append({name: g.clone() for name in keep if (g := named[name].grad) is not None})
     small = {name for name in sizes if _is_rounding(name, sizes, named)}
     found.rounding = small if found.num_steps == 1 else found.rounding & small
 
