@@ -29,6 +29,7 @@ class EagerSteps:
         rounding: Names of biases with gradients of the size of rounding errors.
         kept: The gradients of each step of the parameters that were asked for.
         num_steps: Number of the steps.
+        has_drawn: Whether they drew from Python's or NumPy's random numbers.
     """
 
     got: set[str] = field(default_factory=set)
@@ -36,6 +37,7 @@ class EagerSteps:
     rounding: set[str] = field(default_factory=set)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
     num_steps: int = 0
+    has_drawn: bool = False
 
 
 def run_eager_steps(
@@ -71,6 +73,7 @@ def run_eager_steps(
             found.num_steps += 1
             with torch.enable_grad():
                 loss = scalar_of(compute_loss(model, *args, **kwargs) if compute_loss else model(*args, **kwargs))
+            found.has_drawn |= state.has_drawn()
             if loss is None or not loss.requires_grad:
                 return found
             loss.backward()

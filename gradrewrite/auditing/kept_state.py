@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ class KeptState:
         self._flags = [(p, p.requires_grad) for p in model.parameters()]
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._values: dict[Tensor, Tensor] = {}
+        self._random = _python_random_state()
         self.add(model.buffers(), are_written=True)
         self.add(model.parameters())
 
@@ -40,8 +43,16 @@ class KeptState:
             if are_written or self._written is None or id(t) in self._written:
                 self._values[t] = t.detach().clone()
 
+    def has_drawn(self) -> bool:
+        """Whether Python's or NumPy's random numbers were drawn from."""
+        return repr(_python_random_state()) != repr(self._random)
+
     def restore(self) -> None:
         """Give all of it back."""
+        python, of_numpy = self._random
+        random.setstate(python)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
         for module, training, buffers in self._modules:
             module.training = training
             module._buffers.clear()
@@ -53,6 +64,11 @@ class KeptState:
         with torch.no_grad():
             for tensor, value in self._values.items():  # BatchNorm writes without a new version
                 tensor.copy_(value)
+
+
+def _python_random_state() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
 
 
 @contextlib.contextmanager

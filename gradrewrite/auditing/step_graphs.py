@@ -70,7 +70,7 @@ class _Recorder:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         reason, stack = dynamo.graph_break_of(gm) or ("", ())
-        graph = StepGraph(gm, tuple(inputs), break_line=user_line(stack), break_reason=reason)
+        graph = StepGraph(gm, tuple(inputs), break_line=user_line(stack), break_reason=reason.partition("\n")[0])
         if self._state is None:
             self.graphs.append(graph)
             raise _Traced

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gradrewrite._compat.optimizers import inside_of
 from gradrewrite._utils.formatting import listed, nearest, plain_table
 from gradrewrite._utils.html_tables import html_table, write_table_page
 from gradrewrite.auditing.constants import vanishing_constants
@@ -245,9 +246,13 @@ class _Judge:
         self._cuts = flow.cuts_before(flow.loss)
         self._causes: list[Cause] = []
         self._remarks: list[str] = []
+        self._varying: list[str] = []  # names of parameters that another branch reads
+        self._held: set[int] | None = None  # identities of the optimizer's tensors
 
     def audit(self, optimizer: torch.optim.Optimizer | None) -> Audit:
         """Judge all parameters, constants and the optimizer."""
+        if optimizer is not None:
+            self._held = {id(p) for group in inside_of(optimizer).param_groups for p in group["params"]}
         rows = tuple(self._row(name) for name in self._named)
         self._no_gradient(rows)
         self._against_eager(rows)
@@ -269,35 +274,51 @@ class _Judge:
         loss, ran = self._flow.loss, self._eager.num_steps > 0
         losses = tuple(_term_text(term) for term in self._flow.terms if term.reach.trained & bit)
         cuts = [cut for cut in self._cuts if cut.stopped & bit]
-        cut = next((cut for cut in cuts if not cut.is_meant), cuts[0] if cuts else None)
+        cut = min(cuts, key=lambda cut: (cut.is_meant, cut.is_discrete), default=None)
         op, line = ("", "") if cut is None else (cut.op, cut.source)
-        if loss.trained & bit:
-            if not ran or name in self._eager.nonzero:
-                fate: Fate = "zero up to rounding" if name in self._eager.rounding else "trained"
-                return AuditRow(name, fate, losses=losses)
-            if name in self._eager.got:
-                if (
-                    cut is not None and not cut.is_discrete
-                ):  # the other way hands on 0, as a selection of other elements
-                    return AuditRow(name, "no gradient", op, line)
-                return AuditRow(name, "zero so far", losses=losses)
-            segment = next((s for s in self._flow.segments if s.inside & bit), None)
-            where = ("", "") if segment is None else (segment.op, segment.source)
-            return AuditRow(name, "compiled only", *where, losses)
-        if name in self._eager.nonzero and (cut is None or not cut.is_algebra):
-            return AuditRow(name, "eager only", op, line)
-        return AuditRow(name, "no gradient" if loss.read & bit else "not read", op, line)
+        if not loss.trained & bit:
+            if name in self._eager.nonzero and (cut is None or not cut.is_algebra):
+                return (
+                    AuditRow(name, "eager only", op, line)
+                    if op or not self._varies(name)
+                    else AuditRow(name, "trained")
+                )
+            return AuditRow(name, "no gradient" if loss.read & bit else "not read", op, line)
+        if not ran or name in self._eager.nonzero:
+            fate: Fate = "zero up to rounding" if name in self._eager.rounding else "trained"
+            return AuditRow(name, fate, losses=losses)
+        if name not in self._eager.got:
+            return self._compiled_only(name, bit, losses)
+        if cut is not None and not cut.is_discrete:  # the other way hands on 0, as a selection of other elements
+            return AuditRow(name, "no gradient", op, line)
+        return AuditRow(name, "zero so far", losses=losses)
+
+    def _compiled_only(self, name: str, bit: int, losses: tuple[str, ...]) -> AuditRow:
+        segment = next((s for s in self._flow.segments if s.inside & bit), None)
+        if segment is None and self._varies(name):
+            return AuditRow(name, "trained", losses=losses)
+        where = ("", "") if segment is None else (segment.op, segment.source)
+        return AuditRow(name, "compiled only", *where, losses)
+
+    def _varies(self, name: str) -> bool:
+        """Whether calls may take other branches; note the parameter."""
+        if not self._eager.has_drawn and self._step.is_whole:
+            return False
+        self._varying.append(name)
+        return True
 
     def _no_gradient(self, rows: Sequence[AuditRow]) -> None:
         meant = {(cut.op, cut.source) for cut in self._cuts if cut.is_meant}
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "no gradient")
-        for (op, line), names in alike.items():
+        for (op, line), group in alike.items():
             reason = next((cut.reason for cut in self._cuts if (cut.op, cut.source) == (op, line)), "")
+            names = [name for name in group if self._patterns is None or self._is_named(name)]
             if (op, line) in meant:
-                self._remarks.append(f"{_get(names)} no gradient by algebra: {reason}, at {line}.")
+                self._remarks.append(f"{_get(group)} no gradient by algebra: {reason}, at {line}.")
                 continue
-            text = f"{_get(names)} no gradient: {reason}."
-            self._fault("no gradient", names, line, text, _advice(op, reason))
+            if names := self._without_left_out(op, line, reason, names):
+                text = f"{_get(names)} no gradient: {reason}."
+                self._fault("no gradient", names, line, text, _advice(op, reason))
         frozen = [row.name for row in rows if row.verdict == "frozen" and self._is_named(row.name)]
         if self._patterns is not None and frozen:
             text = f"{_are(frozen)} to be trained, and frozen: requires_grad is False."
@@ -305,10 +326,33 @@ class _Judge:
         unread = [row.name for row in rows if row.verdict == "not read"]
         wanted = [name for name in unread if self._patterns is not None and self._is_named(name)]
         if wanted:
-            text = f"{_are(wanted)} to be trained, and nothing on the way to the loss reads them."
+            text = f"{_are(wanted)} to be trained, and nothing on the way to the loss reads {_them(wanted)}."
             self._fault("no gradient", wanted, "", text, "Use them in the forward, or take them out of trained=.")
-        if others := [name for name in unread if name not in wanted]:
-            self._remarks.append(f"{_get(others)} no gradient: nothing on the way to the loss reads them.")
+        self._note_unread([name for name in unread if name not in wanted])
+
+    def _without_left_out(self, op: str, line: str, reason: str, names: list[str]) -> list[str]:
+        """Return parameters without those that a cut and the optimizer leave out alike."""
+        if op not in _ON_PURPOSE or self._held is None or self._patterns is not None:
+            return names
+        left_out = [name for name in names if id(self._named[name]) not in self._held]
+        if left_out:
+            text = f"{_get(left_out)} no gradient: {reason}{f', at {line}' if line else ''}"
+            self._remarks.append(
+                f"{text}; {'it is' if len(left_out) == 1 else 'they are'} not in the optimizer either."
+            )
+        return [name for name in names if name not in left_out]
+
+    def _note_unread(self, names: Sequence[str]) -> None:
+        ends = {name: self._break_behind(name) for name in names}
+        for (line, reason), group in _grouped((*ends[name], name) for name in names).items():
+            text = f"{_get(group)} no gradient: nothing on the way to the loss reads {_them(group)}"
+            more = f" in a graph; code that is not traced may, at {line} ({reason})" if line else ""
+            self._remarks.append(f"{text}{more}.")
+
+    def _break_behind(self, name: str) -> tuple[str, str]:
+        """Return line and reason of the graph break behind a parameter, if any."""
+        bit = 1 << self._flow.names.index(name)
+        return next(((line, reason) for mask, line, reason in self._flow.breaks if mask & bit), ("", ""))
 
     def _against_eager(self, rows: Sequence[AuditRow]) -> None:
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "compiled only")
@@ -343,8 +387,10 @@ class _Judge:
                 f"{_get(rounding)} a gradient of 0 up to rounding: a softmax or a normalization behind takes such a "
                 "shift out again."
             )
+        if self._varying:
+            self._remarks.append(f"{_are(self._varying)} read in some calls only: other calls take another branch.")
         self._note_terms()
-        self._note_partial_cuts()
+        self._note_partial_cuts(rows)
 
     def _note_terms(self) -> None:
         """Note parameters with a cut on the way to one of several losses."""
@@ -353,7 +399,7 @@ class _Judge:
             own = [term for term in self._flow.terms if term.reach.trained & bit]
             for term in self._flow.terms if own else ():
                 cut = next((c for c in self._flow.cuts_before(term.reach) if c.stopped & bit), None)
-                if cut is not None and not (cut.is_meant or term.reach.trained & bit):
+                if cut is not None and not (cut.is_meant or cut.op == "graph break" or term.reach.trained & bit):
                     found[", ".join(map(_term_text, own)), f"`{cut.op}` at {cut.source}", _term_text(term)].append(name)
         told: set[str] = set()
         for (losses, cut_text, term_text), names in list(found.items())[:_MOST_REMARKS]:
@@ -362,15 +408,20 @@ class _Judge:
                 self._remarks.append(text)
             told.update(names)
 
-    def _note_partial_cuts(self) -> None:
+    def _note_partial_cuts(self, rows: Sequence[AuditRow]) -> None:
         """Note the ops that stop gradients of parameters with another way to the loss."""
         told = " ".join(self._remarks)
         found: dict[tuple[str, str], int] = defaultdict(int)
+        cut_off = {row.name for row in rows if row.verdict == "no gradient"}
+        left = [bit for bit, name in enumerate(self._flow.names) if name not in cut_off]
+        trained = self._flow.loss.trained & sum(1 << bit for bit in left)
         for cut in self._cuts:
             if cut.is_discrete or not cut.source:  # another way is left as a rule; of a library's own
                 continue
-            if cut.stopped & self._flow.loss.trained and f"`{cut.op}` at {cut.source}" not in told:
-                found[cut.op, cut.source] |= cut.stopped & self._flow.loss.trained
+            if cut.is_meant or cut.is_bridged or cut.op == "graph break":  # written so; not known what it reads
+                continue
+            if cut.stopped & trained and f"`{cut.op}` at {cut.source}" not in told:
+                found[cut.op, cut.source] |= cut.stopped & trained
         for (op, line), mask in list(found.items())[:_MOST_REMARKS]:
             names = list(self._flow.bits(mask))
             self._remarks.append(f"`{op}` at {line} stops one way of gradients to {listed(names, 3)}; another is left.")
@@ -403,16 +454,27 @@ def _are(names: Sequence[str]) -> str:
     return f"{_subject(names)} {'is' if len(names) == 1 else 'are'}"
 
 
+def _them(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
 def _term_text(term: Term) -> str:
     return f"`{term.op}` at {term.source.partition(' ')[0]}" if term.source else f"`{term.op}`"
 
 
+_ON_PURPOSE = ("detach", ".data", "no_grad", "inference_mode", "requires_grad_")
 _FREEZE = "or freeze the parameters (requires_grad_(False)) if they are not to be trained"
 _CHOICE = "Choose softly (softmax, gumbel_softmax(hard=True)), or hand the gradient on: soft + (hard - soft).detach()."
 _ADVICE = {
     "detach": f"Take the detach() out, {_FREEZE}.",
     ".data": f"Use the tensor itself in the place of .data, {_FREEZE}.",
     "no_grad": f"Compute it outside of torch.no_grad(), {_FREEZE}.",
+    "inference_mode": f"Compute it outside of torch.inference_mode(), {_FREEZE}.",
+    "requires_grad_": "Leave requires_grad as it is in the forward, or name the parameters to be trained: trained=.",
+    "item": f"Compute with the tensor itself in the place of the number, {_FREEZE}.",
+    "tensor": f"Use the tensor itself, or torch.stack of several: torch.tensor copies values alone, {_FREEZE}.",
+    "sample": "Call rsample() where the distribution has it, or add log_prob(sample) times the reward to the loss.",
+    "normal": "Draw mean + std * torch.randn_like(mean).",
     "checkpoint": (
         "Pass use_reentrant=False, or let an input of the checkpoint need a gradient (requires_grad_(); "
         "model.enable_input_require_grads() in transformers)."
@@ -431,6 +493,8 @@ def _advice(op: str, reason: str) -> str:
             if op
             else "Look at hooks and at branches on torch.compiler.is_compiling()."
         )
+    if op.startswith("grad") and "without a gradient" in reason:
+        return "Pass create_graph=True to torch.autograd.grad."
     if "a derivative of 0" in reason:
         return f"Hand the gradient on: x + ({op}(x) - x).detach()."
     if "has no gradient" in reason:
