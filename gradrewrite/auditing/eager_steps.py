@@ -18,6 +18,8 @@ from gradrewrite.auditing.step_graphs import ComputeLoss, loss_in
 _STEP_SIZE = 0.01  # of an update, relative to the size of a parameter, or to 1 where that is 0
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}  # of a bias's gradient to that of its weight
 
+_SURE = 1e3  # rounding steps of the largest gradient
+
 
 @dataclass
 class EagerSteps:
@@ -26,6 +28,7 @@ class EagerSteps:
     Attributes:
         got: Names of the parameters with a gradient.
         nonzero: Names of those with a gradient that was not 0 throughout.
+        sure: Names of those with a gradient beyond rounding errors, by the largest of the step.
         rounding: Names of biases with gradients of the size of rounding errors.
         kept: The gradients of each step of the parameters that were asked for.
         num_steps: Number of the steps.
@@ -34,6 +37,7 @@ class EagerSteps:
 
     got: set[str] = field(default_factory=set)
     nonzero: set[str] = field(default_factory=set)
+    sure: set[str] = field(default_factory=set)
     rounding: set[str] = field(default_factory=set)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
     num_steps: int = 0
@@ -117,6 +121,8 @@ def _note(found: EagerSteps, named: Mapping[str, nn.Parameter], keep: Collection
         sizes[name] = float(gradient.detach().abs().max()) if gradient.numel() else 0.0
         if sizes[name] != 0:  # NaN is no 0
             found.nonzero.add(name)
+    largest = max(sizes.values(), default=0.0)
+    found.sure.update(n for n, size in sizes.items() if size > largest * torch.finfo(named[n].dtype).eps * _SURE)
     found.kept.append({name: g.clone() for name in keep if (g := named[name].grad) is not None})
     small = {name for name in sizes if _is_rounding(name, sizes, named)}
     found.rounding = small if found.num_steps == 1 else found.rounding & small

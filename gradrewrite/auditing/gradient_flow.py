@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gradrewrite._compat import autograd, fake_tensors
+from gradrewrite._compat import autograd
 from gradrewrite._utils.tensors import tensors_in
-from gradrewrite.auditing.algebra import LinearForms
+from gradrewrite.auditing.algebra import LinearForms, storage_of
 from gradrewrite.auditing.step_graphs import StepGraph, StepGraphs
 from gradrewrite.instrumentation.dynamo_nodes import (
     Aliases,
@@ -36,6 +37,8 @@ _DETACHING = {"detach": "detach", "detach_": "detach", "_get_data_attr": ".data"
 _SHAPES_ALONE = re.compile(r"(empty|zeros|ones|full|rand|randn|randint)_like|new_\w+|size|dim|numel|is_\w+|__len__")
 _NO_GRADIENT = "which has no gradient"
 _DISTRIBUTIONS = re.compile(r"torch[/\\]distributions[/\\].*\bin sample\b")
+_FILES = re.compile(r'File "([^"]+)"')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FUNCTION = re.compile(r"(\w+)\.apply\(")
 
 
@@ -51,7 +54,8 @@ class Cut:
         is_meant: Whether it is written on purpose: a product with 0, a derivative that a constant has no part in.
         is_algebra: Whether the gradient is 0 and not None.
         is_discrete: Whether the result is of a type without gradients, as an index, or a sample.
-        is_bridged: Whether another term of its sum has these gradients, as in a straight-through estimator.
+        is_bridged: Whether another term of its sum has these gradients, as in a straight-through estimator, or it is a
+            ``detach`` of torch's own.
     """
 
     op: str
@@ -247,9 +251,8 @@ class _Reader:
         self._flow, self._gm = flow, graph.gm
         self.reach: dict[fx.Node, Reach] = {}
         self.outputs: list[fx.Node] = []
-        self._overwritten: set[int] = set()
-        self._written: set[int | None] = {None}  # storages
-        self.forms = LinearForms(self._overwritten)
+        self._written: set[int | None] = set()  # storages
+        self.forms = LinearForms(self._written)
         self._has_gradients = True  # whether gradients are switched on
         self._is_inference = False
         self._detached: set[int] = set()  # identities of fake tensors with a later detach_()
@@ -273,7 +276,7 @@ class _Reader:
     def written_inputs(self, inputs: Sequence[Any]) -> frozenset[int]:
         """Return the identities of overwritten inputs."""
         pairs = zip(self._gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
-        return frozenset(id(value) for node, value in pairs if _storage(fake_of(node)) in self._written - {None})
+        return frozenset(id(value) for node, value in pairs if storage_of(fake_of(node)) in self._written)
 
     def _read(self, gm: fx.GraphModule, outer: dict[fx.Node, fx.Node]) -> None:
         aliases = Aliases(gm.graph)
@@ -282,8 +285,7 @@ class _Reader:
         self._detached.update(
             id(fake_of(one)) for n in gm.graph.nodes if op_name(n) == "detach_" for one in _written(n)
         )
-        self._overwritten.update(id(fake) for fake in fakes if fake is not None)
-        self._written.update(map(_storage, fakes))
+        self._written.update(storage for fake in fakes if (storage := storage_of(fake)) is not None)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):
                 self.reach.setdefault(node, self.reach.get(outer.get(node, node), NOTHING))
@@ -380,7 +382,7 @@ class _Reader:
 
     def _behind(self, node: fx.Node, name: str) -> tuple[int, Cut | None]:
         """Return the trained bits behind an op, and the cut of the others."""
-        cut = Cut(name, source_of(node), "", 0)
+        cut = Cut(name, source_of(node), "", 0, is_bridged=name in _DETACHING and _is_torch_s(node))
         stops = self._stop(node, name)
         if stops is not None:
             self.forms.read(node, is_opaque=True)
@@ -453,6 +455,12 @@ class _Reader:
         return _connected(node), f"`{name}` has no derivative by this input"
 
 
+def _is_torch_s(node: fx.Node) -> bool:
+    """Whether the innermost line of a node is one of torch."""
+    files = _FILES.findall(str(node.meta.get("stack_trace", "")))
+    return bool(files) and files[-1].startswith(_TORCH)
+
+
 def _own_input(node: fx.Node, name: str) -> fx.Node | None:
     """Return the input behind one result of an op that maps tensor by tensor."""
     made_of = node.args[0] if node.target is operator.getitem and len(node.args) == 2 else None
@@ -504,10 +512,6 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm")
-
-
-def _storage(fake: Tensor | None) -> int | None:
-    return None if fake is None else fake_tensors.storage_key(fake)
 
 
 def _has_tensors(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from gradrewrite._utils.formatting import listed, nearest, plain_table
 from gradrewrite._utils.html_tables import html_table, write_table_page
 from gradrewrite.auditing.constants import vanishing_constants
 from gradrewrite.auditing.eager_steps import EagerSteps, run_eager_steps
-from gradrewrite.auditing.gradient_flow import GradientFlow, Term, flow_of
+from gradrewrite.auditing.gradient_flow import Cut, GradientFlow, Term, flow_of
 from gradrewrite.auditing.optimizer_settings import optimizer_causes
 from gradrewrite.auditing.step_graphs import ComputeLoss, StepGraphs, trace_step
 from gradrewrite.backends.model_state import state_of
@@ -277,13 +277,7 @@ class _Judge:
         cut = min(cuts, key=lambda cut: (cut.is_meant, cut.is_discrete), default=None)
         op, line = ("", "") if cut is None else (cut.op, cut.source)
         if not loss.trained & bit:
-            if name in self._eager.nonzero and (cut is None or not cut.is_algebra):
-                return (
-                    AuditRow(name, "eager only", op, line)
-                    if op or not self._varies(name)
-                    else AuditRow(name, "trained")
-                )
-            return AuditRow(name, "no gradient" if loss.read & bit else "not read", op, line)
+            return self._cut_off(name, cut, "no gradient" if loss.read & bit else "not read")
         if not ran or name in self._eager.nonzero:
             fate: Fate = "zero up to rounding" if name in self._eager.rounding else "trained"
             return AuditRow(name, fate, losses=losses)
@@ -292,6 +286,15 @@ class _Judge:
         if cut is not None and not cut.is_discrete:  # the other way hands on 0, as a selection of other elements
             return AuditRow(name, "no gradient", op, line)
         return AuditRow(name, "zero so far", losses=losses)
+
+    def _cut_off(self, name: str, cut: Cut | None, fate: Fate) -> AuditRow:
+        op, line = ("", "") if cut is None else (cut.op, cut.source)
+        if cut is not None and cut.is_algebra:  # nonzero in eager mode by rounding errors, or algebra is mistaken
+            return AuditRow(name, "trained") if name in self._eager.sure else AuditRow(name, fate, op, line)
+        if name not in self._eager.nonzero:
+            return AuditRow(name, fate, op, line)
+        is_other_branch = not op and self._varies(name)
+        return AuditRow(name, "trained") if is_other_branch else AuditRow(name, "eager only", op, line)
 
     def _compiled_only(self, name: str, bit: int, losses: tuple[str, ...]) -> AuditRow:
         segment = next((s for s in self._flow.segments if s.inside & bit), None)

@@ -211,3 +211,72 @@ def test_one_parameter_is_it() -> None:
             return self.used(x).square().mean()
 
     assert gr.audit(Unread(), X).remarks == ("scale gets no gradient: nothing on the way to the loss reads it.",)
+
+
+def overwritten_row(a: Tensor, b: Tensor) -> Tensor:
+    h = a * 1
+    row, before = h[1], h * 1
+    row.mul_(b[1])
+    return (before - h * 1).square().sum()
+
+
+def overwritten_base(a: Tensor, b: Tensor) -> Tensor:
+    h = a * 1
+    flat = h.view(-1)
+    before = flat[:4] * 1
+    h.mul_(b)
+    return (before - flat[:4] * 1).square().sum()
+
+
+def attention_twice(a: Tensor, b: Tensor) -> Tensor:
+    """Consistency of two passes with dropout (R-Drop)."""
+    once, again = (
+        nn.functional.scaled_dot_product_attention(a[None], a[None], b[None], dropout_p=0.5) for _ in range(2)
+    )
+    return (once - again).square().mean()
+
+
+def random_slopes_twice(a: Tensor, b: Tensor) -> Tensor:
+    once, again = (nn.functional.rrelu(a * b, training=True) for _ in range(2))
+    return (once - again).square().mean()
+
+
+@torch.library.custom_op("audit_programs::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda ctx, g: g * 0.5)
+
+
+def noise_twice(a: Tensor, b: Tensor) -> Tensor:
+    return ((noisy(a) - 0.5 * noisy(a)) * b + (noisy(b) - noisy(b)) * b).square().mean()
+
+
+ALIKE = [overwritten_row, overwritten_base, attention_twice, random_slopes_twice, noise_twice]
+
+
+@pytest.mark.parametrize("step", ALIKE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_looks_alike_and_is_not_does_not_cancel(step: Step, steps: int) -> None:
+    """In-place writes through views, and random ops, in the structural half and beside the eager steps."""
+    assert audit(step, steps=steps).causes == ()
+
+
+def test_a_library_s_own_detach_has_no_remark() -> None:
+    found = audit(lambda a, b: torch.distributions.Gamma(a.exp(), b.exp()).rsample().square().mean())
+
+    assert (found.causes, found.remarks) == ((), ())
+
+
+def test_an_eager_gradient_overrules_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the size of the others: no rounding error. One of a rounding error does not."""
+    monkeypatch.setattr("gradrewrite.auditing.algebra._has_state", lambda node: False)
+    assert audit(attention_twice).causes == ()
+
+    def rounding(a: Tensor, b: Tensor) -> Tensor:
+        e = a[:, :1].exp()
+        return (e / e.sum(-1, keepdim=True) * b).square().mean()
+
+    assert fate(audit(rounding)) == ("no gradient", "truediv")
