@@ -102,7 +102,7 @@ def scalar_of(output: Any) -> Tensor | None:
     loss = loss_in(output)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
-    tensors = [t for t in tensors_in(loss) if t.requires_grad and t.numel()]
+    tensors = [t for t in tensors_in(loss) if t.requires_grad]
     if not tensors:
         return None
     with kept_random_state():

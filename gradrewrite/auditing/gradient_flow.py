@@ -100,11 +100,12 @@ class Term:
 
 @dataclass(eq=False)
 class Segment:
-    """A reentrant checkpoint or a custom function: eager mode may differ."""
+    """A reentrant checkpoint, a custom function or op: its gradients show in eager mode alone."""
 
     op: str
     source: str
     inside: int  # bits of the parameters that are read in it, or before it
+    reason: str = ""  # why compiled steps give none either
 
 
 @dataclass(eq=False)
@@ -327,9 +328,9 @@ class _Reader:
             if op_name(user) == op_name(node) and len(user.args) == 2 and isinstance(user.args[1], int):
                 self.reach[user] = reaches[user.args[1]]
 
-    def _note_segment(self, op: str, node: fx.Node, given: Iterable[fx.Node]) -> None:
+    def _note_segment(self, op: str, node: fx.Node, given: Iterable[fx.Node], reason: str = "") -> None:
         inside = _union(self.reach.get(one, NOTHING) for one in given).trained
-        self._flow.segments.append(Segment(op, source_of(node), inside))
+        self._flow.segments.append(Segment(op, source_of(node), inside, reason))
 
     def _read_op(self, node: fx.Node, aliases: Aliases) -> None:
         if node in self.reach:  # an element of what a checkpoint returns
@@ -340,11 +341,14 @@ class _Reader:
             self.forms.read(node, is_opaque=True)
             self.reach[node] = self._number(node, name)
             return
-        if (own := _own_input(node, name)) is not None:
-            given = [own]
+        if (one := _own_input(node, name)) is not None:
+            given = [one]
         before = _union(self.reach.get(one, NOTHING) for one in given)
         if name == "apply" and node.target is not operator.getitem:
             self._note_segment(_function_name(node), node, given)
+        elif getattr(node.target, "namespace", "aten") not in ("aten", "prims", "higher_order"):
+            own = name.partition(".")[0]
+            self._note_segment(own, node, given, f"the backward registered for `{own}` returns None for it")
         behind, cut = self._behind(node, name)
         result = Reach(before.read, behind, before.cuts)
         if cut is not None and (stopped := before.trained & ~behind):

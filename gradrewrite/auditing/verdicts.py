@@ -18,7 +18,7 @@ from gradrewrite._utils.formatting import listed, nearest, plain_table
 from gradrewrite._utils.html_tables import html_table, write_table_page
 from gradrewrite.auditing.constants import vanishing_constants
 from gradrewrite.auditing.eager_steps import EagerSteps, run_eager_steps
-from gradrewrite.auditing.gradient_flow import Cut, GradientFlow, Term, flow_of
+from gradrewrite.auditing.gradient_flow import Cut, GradientFlow, Segment, Term, flow_of
 from gradrewrite.auditing.optimizer_settings import optimizer_causes
 from gradrewrite.auditing.step_graphs import ComputeLoss, StepGraphs, trace_step
 from gradrewrite.backends.model_state import state_of
@@ -297,7 +297,10 @@ class _Judge:
         return AuditRow(name, "trained") if is_other_branch else AuditRow(name, "eager only", op, line)
 
     def _compiled_only(self, name: str, bit: int, losses: tuple[str, ...]) -> AuditRow:
-        segment = next((s for s in self._flow.segments if s.inside & bit), None)
+        inside = [s for s in self._flow.segments if s.inside & bit]
+        segment = min(inside, key=lambda segment: bool(segment.reason), default=None)
+        if segment is not None and segment.reason:
+            return AuditRow(name, "no gradient", segment.op, segment.source)
         if segment is None and self._varies(name):
             return AuditRow(name, "trained", losses=losses)
         where = ("", "") if segment is None else (segment.op, segment.source)
@@ -314,7 +317,8 @@ class _Judge:
         meant = {(cut.op, cut.source) for cut in self._cuts if cut.is_meant}
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "no gradient")
         for (op, line), group in alike.items():
-            reason = next((cut.reason for cut in self._cuts if (cut.op, cut.source) == (op, line)), "")
+            known: list[Cut | Segment] = [*self._cuts, *(segment for segment in self._flow.segments if segment.reason)]
+            reason = next((one.reason for one in known if (one.op, one.source) == (op, line)), "")
             names = [name for name in group if self._patterns is None or self._is_named(name)]
             if (op, line) in meant:
                 self._remarks.append(f"{_get(group)} no gradient by algebra: {reason}, at {line}.")

@@ -280,3 +280,29 @@ def test_an_eager_gradient_overrules_algebra(monkeypatch: pytest.MonkeyPatch) ->
         return (e / e.sum(-1, keepdim=True) * b).square().mean()
 
     assert fate(audit(rounding)) == ("no gradient", "truediv")
+
+
+@torch.library.custom_op("audit_programs::scaled", mutates_args=())
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
+scaled.register_fake(lambda x, scale: torch.empty_like(x))
+scaled.register_autograd(lambda ctx, g: (None, g))
+
+
+def test_a_custom_op_that_returns_none_is_named() -> None:
+    found = audit(lambda a, b: scaled(a, b).square().mean())
+
+    (cause,) = found.causes
+    text = "2 parameters (a.weight, a.bias) get no gradient: the backward registered for `scaled` returns None"
+    assert cause.text.startswith(text)
+    assert "scaled(a, b)" in cause.source
+    assert fate(found, "b.weight") == ("trained", "")
+
+
+def test_an_empty_batch_is_no_fault() -> None:
+    found = gr.audit(nn.Linear(4, 4), X[:0])
+
+    assert found.causes == ()
+    assert fate(found, "weight") == ("zero so far", "")
