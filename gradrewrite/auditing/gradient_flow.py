@@ -415,9 +415,8 @@ class _Reader:
     def _stop(self, node: fx.Node, name: str) -> tuple[str, str] | None:
         """Return name and reason of an op without a gradient; None otherwise."""
         made = list(tensors_in(node.meta.get("example_value")))
-        if any(map(autograd.is_transformed, made)):  # inside of a vmap, where fake tensors need no gradient
-            return None
-        if not self._has_gradients or self._is_inference:
+        is_mapped = any(map(autograd.is_transformed, made))  # inside of a vmap, where fake tensors need no gradient
+        if not is_mapped and (not self._has_gradients or self._is_inference):
             return self._switched_off(node, name)
         if name in _DETACHING:
             return _DETACHING[name], f"`{_DETACHING[name]}` hands on the value without its gradient"
@@ -426,10 +425,10 @@ class _Reader:
         if made and not any(fake.is_floating_point() or fake.is_complex() for fake in made):
             dtype = str(made[0].dtype).removeprefix("torch.")
             return name, f"`{name}` returns {dtype}, {_NO_GRADIENT}"
-        is_detached = any(id(fake) in self._detached for fake in made)
-        if made and not (changed_in_place(node) or is_detached or any(fake.requires_grad for fake in made)):
-            return name, f"`{name}` returns a tensor without a gradient"
-        return None
+        if is_mapped or not made or changed_in_place(node) or any(id(fake) in self._detached for fake in made):
+            return None
+        is_cut = not any(fake.requires_grad for fake in made)
+        return (name, f"`{name}` returns a tensor without a gradient") if is_cut else None
 
     def _switched_off(self, node: fx.Node, name: str) -> tuple[str, str]:
         """Return name and reason of an op where gradients are switched off."""

@@ -148,8 +148,9 @@ def audit(
     gradient is 0. Numbers that their dtype cannot hold (``1e-8`` in float16), and settings of the optimizer, are faults
     too.
 
-    Parameters, gradients, buffers, inputs and torch's random state are given back bit for bit; what Python objects
-    remember, as counters of a module, goes on. Where the step is several graphs, it is run once for the trace.
+    Parameters, gradients, buffers, flags, inputs and random state are given back bit for bit; what Python objects
+    remember, as counters of a module, goes on. Where the step is several graphs, it is run once for the trace. Hooks
+    behind an accumulated gradient do not run.
 
     Args:
         model: A module in the mode in which it is to be trained; of what ``transform`` returned its original.
@@ -157,7 +158,8 @@ def audit(
         compute_loss: ``(model, *args, **kwargs) -> scalar``. None if the model returns the loss, an object with
             ``.loss``, or a mapping with ``"loss"``; if it returns other tensors, all of them count as the loss.
         optimizer: The optimizer of the model, or a function from parameters to one: what it holds is compared with the
-            parameters that have a gradient, and its ``eps`` with their dtypes.
+            parameters that have a gradient, and its ``eps`` with their dtypes. Parameters that it does not hold, and
+            that are detached, are a remark.
         trained: Names of the parameters that are meant to be trained, as ``"*.lora_*"`` (``fnmatch``), or several: then
             a further fault is a parameter that is trained without being named, or named and frozen.
         steps: How many eager steps at most. The second and third are only run where a gradient of the first was 0, and
@@ -364,8 +366,9 @@ class _Judge:
     def _against_eager(self, rows: Sequence[AuditRow]) -> None:
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "compiled only")
         for (op, line), names in alike.items():
-            where = f"`{op}` hands on no gradient there" if op else "a hook or a branch of the model differs there"
-            text = f"{_get(names)} a gradient under torch.compile, and none in eager mode: {where}."
+            text = f"{_get(names)} a gradient under torch.compile, and none in eager mode: `{op}` hands on none there."
+            if not op:
+                text = f"{_get(names)} no gradient in eager mode, and the traced graph shows no reason."
             self._fault("no gradient", names, line, text, _advice(op, "eager"))
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "eager only")
         for (op, line), names in alike.items():
@@ -498,7 +501,7 @@ def _advice(op: str, reason: str) -> str:
         return (
             "Ask ctx.needs_input_grad in backward, not requires_grad of what forward was given or saved."
             if op
-            else "Look at hooks and at branches on torch.compiler.is_compiling()."
+            else "Look at hooks and at branches on torch.compiler.is_compiling(), and at torch.func."
         )
     if op.startswith("grad") and "without a gradient" in reason:
         return "Pass create_graph=True to torch.autograd.grad."

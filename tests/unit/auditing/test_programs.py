@@ -306,3 +306,38 @@ def test_an_empty_batch_is_no_fault() -> None:
 
     assert found.causes == ()
     assert fate(found, "weight") == ("zero so far", "")
+
+
+MAPPED: dict[str, tuple[Step, str]] = {
+    "detach": (lambda a, b: torch.vmap(lambda x, y: x.detach() * y)(a, b).sum(), "detach"),
+    "round": (lambda a, b: torch.vmap(lambda x, y: x.round() * y)(a, b).sum(), "round"),
+    "argmax": (
+        lambda a, b: torch.vmap(lambda x, y: y[None].index_select(1, x.argmax()[None]))(a, b).sum(),
+        "argmax",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_cuts_inside_of_a_vmap(name: str) -> None:
+    step, op = MAPPED[name]
+    found = audit(step)
+
+    assert fate(found) == ("no gradient", op)
+    assert len(found.causes) == 1
+
+
+def test_transforms_of_functions_are_no_cuts() -> None:
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda z: (z.sin() * b).sum())(a)
+        return (slope * torch.func.jvp(torch.sin, (a,), (b,))[1]).square().mean()
+
+    assert audit(step).causes == ()
+
+
+def test_no_reason_is_no_claim_about_the_compiler() -> None:
+    found = audit(lambda a, b: (torch.func.grad(lambda z: (z * b).sum())(a) * b).sum())
+
+    (cause,) = found.causes
+    text = "2 parameters (a.weight, a.bias) get no gradient in eager mode, and the traced graph shows no reason"
+    assert cause.text.startswith(text)
