@@ -15,7 +15,8 @@ from models.cuts import KINDS, choose, gradient_sizes, modules_to_cut, planted, 
 
 ARCHITECTURES = (
     "BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "LlamaForCausalLM", "GraniteForCausalLM",
-    "PoolFormerForImageClassification", "ViTForImageClassification", "ResNetForImageClassification", "ConvNextForImageClassification",
+    "PoolFormerForImageClassification", "ViTForImageClassification", "ResNetForImageClassification",
+    "ConvNextForImageClassification",
     "BartForConditionalGeneration", "OPTForCausalLM", "BloomForCausalLM", "GPTNeoXForCausalLM", "AlbertForMaskedLM",
     "ElectraForMaskedLM", "DistilBertForSequenceClassification", "SiglipModel", "PhiForCausalLM", "Qwen2ForCausalLM",
     "SwinForImageClassification",

@@ -165,7 +165,7 @@ def test_cuts_by_their_name(name: str) -> None:
     assert fate(found) == ("no gradient", op)
     assert fate(found, "b.weight") == ("trained", "")
     assert len(found.causes) == 1
-    assert "test_programs.py" in found.causes[0].source
+    assert "test_audit_programs.py" in found.causes[0].source
     assert advice in found.causes[0].advice
     assert found.remarks == ()
 
