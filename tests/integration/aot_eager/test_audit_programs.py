@@ -208,7 +208,8 @@ def test_one_parameter_is_it() -> None:
             self.used, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.used(x).square().mean()
+            result: Tensor = self.used(x).square().mean()
+            return result
 
     assert gr.audit(Unread(), X).remarks == ("scale gets no gradient: nothing on the way to the loss reads it.",)
 
@@ -251,7 +252,8 @@ noisy.register_autograd(lambda ctx, g: g * 0.5)
 
 
 def noise_twice(a: Tensor, b: Tensor) -> Tensor:
-    return ((noisy(a) - 0.5 * noisy(a)) * b + (noisy(b) - noisy(b)) * b).square().mean()
+    result: Tensor = ((noisy(a) - 0.5 * noisy(a)) * b + (noisy(b) - noisy(b)) * b).square().mean()
+    return result
 
 
 ALIKE = [overwritten_row, overwritten_base, attention_twice, random_slopes_twice, noise_twice]
@@ -330,7 +332,8 @@ def test_cuts_inside_of_a_vmap(name: str) -> None:
 def test_transforms_of_functions_are_no_cuts() -> None:
     def step(a: Tensor, b: Tensor) -> Tensor:
         slope = torch.func.grad(lambda z: (z.sin() * b).sum())(a)
-        return (slope * torch.func.jvp(torch.sin, (a,), (b,))[1]).square().mean()
+        result: Tensor = (slope * torch.func.jvp(torch.sin, (a,), (b,))[1]).square().mean()
+        return result
 
     assert audit(step).causes == ()
 

@@ -18,6 +18,8 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 class Normalized(nn.Module):
     """A layer and a normalization; a function runs between them."""
 
+    center: Tensor
+
     def __init__(self, between: Callable[[Normalized, Tensor], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -47,7 +49,7 @@ def goes_to_eval(model: Normalized, h: Tensor) -> Tensor:
 
 def freezes_the_layer(model: Normalized, h: Tensor) -> Tensor:
     model.norm.requires_grad_(False)
-    return h + model.norm(h)
+    return torch.add(h, model.norm(h))
 
 
 def raises(model: Normalized, h: Tensor) -> Tensor:
@@ -122,7 +124,7 @@ def test_inputs_of_another_model_keep_their_graph() -> None:
 
 def test_an_optimizer_in_the_backward_takes_no_step() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    optimizers: dict[Tensor, torch.optim.SGD] = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def update(p: Tensor) -> None:
         optimizers[p].step()
