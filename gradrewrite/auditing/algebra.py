@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from gradrewrite._compat import fake_tensors
+from gradrewrite._compat import autograd, fake_tensors
 from gradrewrite.instrumentation.dynamo_nodes import changed_in_place, fake_of, op_name
 
 _Form = Mapping[int, float]  # coefficients by atom
@@ -20,7 +21,9 @@ _ORDER_KEPT = (
 )  # fmt: skip
 _OF_ONE = ("sum", "mean", "amax", "amin", "logsumexp", "cumsum", "nansum", "nanmean")  # the value itself, of one
 _SOFTMAXES = ("softmax", "log_softmax", "softmin")
-_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "exponential", "poisson", "gumbel")
+_RANDOM = (
+    "dropout", "rand", "bernoulli", "multinomial", "normal", "exponential", "poisson", "gumbel", "rrelu", "fractional",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class LinearForms:
     overwritten, and random ones, are atoms of their own. Values of gradients count: a detached tensor is an atom.
     """
 
-    overwritten: Collection[int] = frozenset()  # identities of fake tensors
+    overwritten: Collection[int | None] = frozenset()  # storages
     nodes: list[fx.Node] = field(default_factory=list)  # by atom, the first with it
     _forms: dict[fx.Node, _Form] = field(default_factory=dict)
     _atoms: dict[Any, int] = field(default_factory=dict)  # by op and inputs
@@ -92,7 +95,7 @@ class LinearForms:
 
     def _is_changed(self, node: fx.Node) -> bool:
         fakes = (fake_of(given) for given in (node, *node.all_input_nodes))
-        return any(id(fake) in self.overwritten for fake in fakes if fake is not None)
+        return any(storage_of(fake) in self.overwritten for fake in fakes if fake is not None)
 
     def _key(self, node: fx.Node) -> Any:
         name = op_name(node)
@@ -177,8 +180,21 @@ def _shape(node: fx.Node) -> tuple[Any, ...] | None:
     return None if fake is None else tuple(fake.shape)
 
 
+def storage_of(fake: Tensor | None) -> int | None:
+    """Return a key of the memory of a fake tensor; None if it has none of its own."""
+    if fake is None or fake.layout is not torch.strided or autograd.is_transformed(fake):
+        return None
+    return fake_tensors.storage_key(fake)
+
+
 def _has_state(node: fx.Node) -> bool:
-    return op_name(node) == "batch_norm" or bool(node.kwargs.get("training", False))
+    """Whether two calls with the same inputs may differ."""
+    name = op_name(node)
+    if getattr(node.target, "namespace", "aten") != "aten":  # of the user, or of higher order
+        return True
+    if name == "scaled_dot_product_attention" and _argument(node, 4, "dropout_p", 0.0) != 0:
+        return True
+    return name == "batch_norm" or bool(node.kwargs.get("training", False))
 
 
 def _is_zero_product(node: fx.Node) -> bool:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._utils.tensors import kept_random_state, tensors_in
-from gradrewrite.auditing.step_graphs import loss_in
+from gradrewrite.auditing.kept_state import kept_state
+from gradrewrite.auditing.step_graphs import scalar_of
 from gradrewrite.backends.traced_step import ComputeLoss
 
 _STEP_SIZE = 0.01  # of an update, relative to the size of a parameter, or to 1 where that is 0
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}  # of a bias's gradient to that of its weight
+
+_SURE = 1e3  # rounding steps of the largest gradient
 
 
 @dataclass
@@ -26,16 +28,20 @@ class EagerSteps:
     Attributes:
         got: Names of the parameters with a gradient.
         nonzero: Names of those with a gradient that was not 0 throughout.
+        sure: Names of those with a gradient beyond rounding errors, by the largest of the step.
         rounding: Names of biases with gradients of the size of rounding errors.
         kept: The gradients of each step of the parameters that were asked for.
         num_steps: Number of the steps.
+        has_drawn: Whether they drew from Python's or NumPy's random numbers.
     """
 
     got: set[str] = field(default_factory=set)
     nonzero: set[str] = field(default_factory=set)
+    sure: set[str] = field(default_factory=set)
     rounding: set[str] = field(default_factory=set)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
     num_steps: int = 0
+    has_drawn: bool = False
 
 
 def run_eager_steps(
@@ -47,22 +53,31 @@ def run_eager_steps(
     steps: int,
     keep: Collection[str] = (),
     written: Collection[int] | None = None,
+    read: Iterable[Any] = (),
 ) -> EagerSteps:
     """Run eager steps on one batch, until no gradient is 0.
 
     Between them each parameter is moved by 1 % of its size against its gradient: zeros of a first step that are gone
     by then (LoRA with B = 0, a gate of 0) are none. Parameters, gradients, buffers, inputs and random state are given
     back bit for bit; the memory of Python objects is not. ``written`` has the identities of the parameters and inputs
-    that the forward overwrites; None if that is not known, and all are saved.
+    that the forward overwrites; None if that is not known, and all are saved. ``read`` has further tensors that the
+    step reads, as parameters of another model. Hooks behind an accumulated gradient (an optimizer in the backward)
+    do not run.
     """
     found = EagerSteps()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_kept_state(model, (args, kwargs), written))
+        args, kwargs = _as_leaves(args), _as_leaves(kwargs)
+        state = stack.enter_context(kept_state(model, (args, kwargs), written))
+        for tensor in read:
+            if isinstance(tensor, Tensor) and tensor.is_leaf:
+                state.add([tensor], are_written=not isinstance(tensor, nn.Parameter))
+        stack.enter_context(_without_updates(named.values()))
         for number in range(steps):
             found.num_steps += 1
             with torch.enable_grad():
                 loss = scalar_of(compute_loss(model, *args, **kwargs) if compute_loss else model(*args, **kwargs))
+            found.has_drawn |= state.has_drawn()
             if loss is None or not loss.requires_grad:
                 return found
             loss.backward()
@@ -79,23 +94,6 @@ def run_eager_steps(
     return found
 
 
-def scalar_of(output: Any) -> Tensor | None:
-    """Return the loss in an output, or a weighted sum of its values.
-
-    None without differentiable ones. The weights are random: a plain sum of a softmax does not depend on its input.
-    """
-    loss = loss_in(output)
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.reshape(())
-    tensors = [t for t in tensors_in(loss) if t.requires_grad and t.numel()]
-    if not tensors:
-        return None
-    with kept_random_state():
-        torch.manual_seed(0)
-        parts = [(t * torch.randn_like(t)).sum() for t in tensors]
-    return torch.stack([part.abs() if part.is_complex() else part.float() for part in parts]).sum()
-
-
 def _note(found: EagerSteps, named: Mapping[str, nn.Parameter], keep: Collection[str]) -> None:
     sizes: dict[str, float] = {}
     for name, p in named.items():
@@ -106,6 +104,8 @@ def _note(found: EagerSteps, named: Mapping[str, nn.Parameter], keep: Collection
         sizes[name] = float(gradient.detach().abs().max()) if gradient.numel() else 0.0
         if sizes[name] != 0:  # NaN is no 0
             found.nonzero.add(name)
+    largest = max(sizes.values(), default=0.0)
+    found.sure.update(n for n, size in sizes.items() if size > largest * torch.finfo(named[n].dtype).eps * _SURE)
     found.kept.append({name: p.grad.clone() for name, p in named.items() if name in keep and p.grad is not None})
     small = {name for name in sizes if _is_rounding(name, sizes, named)}
     found.rounding = small if found.num_steps == 1 else found.rounding & small
@@ -119,24 +119,27 @@ def _is_rounding(name: str, sizes: Mapping[str, float], named: Mapping[str, nn.P
     return last == "bias" and 0 < sizes[name] <= limit * weight
 
 
+def _as_leaves(value: Any) -> Any:
+    """Return nested inputs without the graph of another model behind them."""
+    if isinstance(value, Tensor):
+        return value if value.is_leaf else value.detach().requires_grad_()
+    if type(value) is dict:
+        return {key: _as_leaves(item) for key, item in value.items()}
+    return type(value)(map(_as_leaves, value)) if type(value) in (list, tuple) else value
+
+
 @contextlib.contextmanager
-def _kept_state(model: nn.Module, given: Any, written: Collection[int] | None) -> Iterator[None]:
-    """Restore gradients, buffers, random state and written tensors behind the block."""
-    leaves = [t for t in (*model.parameters(), *tensors_in(given)) if t.is_leaf]
-    gradients = [t.grad for t in leaves]
-    own = {*model.buffers(), *(t for t in leaves if written is None or id(t) in written)}
-    before = [(t, t.detach().clone()) for t in own]
+def _without_updates(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Take off the hooks behind an accumulated gradient: they may update."""
+    hooks = [hooks for p in parameters if (hooks := p._post_accumulate_grad_hooks)]
+    own = [dict(given) for given in hooks]
     try:
-        for p in model.parameters():
-            p.grad = None
-        with kept_random_state():
-            yield
+        for given in hooks:  # setting None in the place of them leaves them on
+            given.clear()
+        yield
     finally:
-        for tensor, gradient in zip(leaves, gradients, strict=True):
-            tensor.grad = gradient
-        with torch.no_grad():
-            for tensor, value in before:  # BatchNorm writes without a new version
-                tensor.copy_(value)
+        for given, items in zip(hooks, own, strict=True):
+            given.update(items)
 
 
 @contextlib.contextmanager

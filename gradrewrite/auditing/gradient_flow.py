@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gradrewrite._compat import autograd, fake_tensors
+from gradrewrite._compat import autograd
 from gradrewrite._utils.tensors import tensors_in
-from gradrewrite.auditing.algebra import LinearForms
+from gradrewrite.auditing.algebra import LinearForms, storage_of
 from gradrewrite.auditing.step_graphs import StepGraph, StepGraphs
 from gradrewrite.instrumentation.dynamo_nodes import (
     Aliases,
@@ -27,10 +28,17 @@ from gradrewrite.instrumentation.source_locations import source_of
 
 _LARGEST_WALK = 500  # autograd nodes behind one op
 _MAX_TERMS = 16  # of a sum of losses
-_FLAT = ("round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", "floor_divide", "floordiv")
+_FLAT = (
+    "round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside", "floor_divide", "floordiv",
+    "bernoulli", "normal", "poisson",
+)  # fmt: skip
+_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool, int, float)
 _DETACHING = {"detach": "detach", "detach_": "detach", "_get_data_attr": ".data", "data": ".data"}
 _SHAPES_ALONE = re.compile(r"(empty|zeros|ones|full|rand|randn|randint)_like|new_\w+|size|dim|numel|is_\w+|__len__")
 _NO_GRADIENT = "which has no gradient"
+_DISTRIBUTIONS = re.compile(r"torch[/\\]distributions[/\\].*\bin sample\b")
+_FILES = re.compile(r'File "([^"]+)"')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FUNCTION = re.compile(r"(\w+)\.apply\(")
 
 
@@ -45,7 +53,9 @@ class Cut:
         stopped: Bits of the parameters with no gradient behind it.
         is_meant: Whether it is written on purpose: a product with 0, a derivative that a constant has no part in.
         is_algebra: Whether the gradient is 0 and not None.
-        is_discrete: Whether the result is of a type without gradients, as an index.
+        is_discrete: Whether the result is of a type without gradients, as an index, or a sample.
+        is_bridged: Whether another term of its sum has these gradients, as in a straight-through estimator, or it is a
+            ``detach`` of torch's own.
     """
 
     op: str
@@ -55,6 +65,7 @@ class Cut:
     is_meant: bool = False
     is_algebra: bool = False
     is_discrete: bool = False
+    is_bridged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +100,12 @@ class Term:
 
 @dataclass(eq=False)
 class Segment:
-    """A reentrant checkpoint or a custom function: eager mode may differ."""
+    """A reentrant checkpoint, a custom function or op: its gradients show in eager mode alone."""
 
     op: str
     source: str
     inside: int  # bits of the parameters that are read in it, or before it
+    reason: str = ""  # why compiled steps give none either
 
 
 @dataclass(eq=False)
@@ -107,6 +119,7 @@ class GradientFlow:
         cuts: All cuts, in execution order.
         segments: The parts where eager mode may differ.
         written: Identities of the inputs that the step overwrites; None if it is not one graph.
+        breaks: Graph breaks: bits of the parameters behind the tensors that the code there may read, line and reason.
     """
 
     names: list[str]
@@ -115,6 +128,7 @@ class GradientFlow:
     cuts: list[Cut] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     written: frozenset[int] | None = None
+    breaks: list[tuple[int, str, str]] = field(default_factory=list)
 
     def bits(self, mask: int) -> Iterator[str]:
         """Return the names of parameters by their bits."""
@@ -178,6 +192,8 @@ class _Parts:
                     if tensor.grad_fn is not None:
                         self._made[tensor.grad_fn] = reach
             self._break = graph.break_reason, graph.break_line
+            if graph.break_line:
+                self._flow.breaks.append((self._last.read, graph.break_line, graph.break_reason))
             readers.append((reader, outputs))
         losses = [t for t in tensors_in(step.loss) if t.is_floating_point()]
         for loss in [t for t in losses if t.requires_grad] or losses:
@@ -232,14 +248,20 @@ class _Reader:
         self._flow, self._gm = flow, graph.gm
         self.reach: dict[fx.Node, Reach] = {}
         self.outputs: list[fx.Node] = []
-        self._overwritten: set[int] = set()
-        self._written: set[int | None] = {None}  # storages
-        self.forms = LinearForms(self._overwritten)
+        self._written: set[int | None] = set()  # storages
+        self.forms = LinearForms(self._written)
         self._has_gradients = True  # whether gradients are switched on
+        self._is_inference = False
+        self._detached: set[int] = set()  # identities of fake tensors with a later detach_()
 
     def begin(self, given: Sequence[Reach]) -> None:
         """Note the parameters behind the inputs."""
         self.reach = dict(zip(self._gm.graph.find_nodes(op="placeholder"), given, strict=True))
+        for node, reach in self.reach.items():
+            fake = fake_of(node)
+            if reach.trained and fake is not None and not fake.requires_grad:
+                reason = "`requires_grad_(False)` in the forward switches it off"
+                self.reach[node] = self._cut_off(Cut("requires_grad_", "", reason, reach.trained), reach)
 
     def read_all(self) -> list[fx.Node]:
         """Read the whole graph; return the nodes of its outputs."""
@@ -251,24 +273,40 @@ class _Reader:
     def written_inputs(self, inputs: Sequence[Any]) -> frozenset[int]:
         """Return the identities of overwritten inputs."""
         pairs = zip(self._gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
-        return frozenset(id(value) for node, value in pairs if _storage(fake_of(node)) in self._written - {None})
+        return frozenset(id(value) for node, value in pairs if storage_of(fake_of(node)) in self._written)
 
     def _read(self, gm: fx.GraphModule, outer: dict[fx.Node, fx.Node]) -> None:
         aliases = Aliases(gm.graph)
         written = [t for node in gm.graph.nodes for t in _written(node)]
         fakes = [fake for node in written for fake in (fake_of(node), fake_of(outer.get(node, node)))]
-        self._overwritten.update(id(fake) for fake in fakes if fake is not None)
-        self._written.update(map(_storage, fakes))
+        self._detached.update(
+            id(fake_of(one)) for n in gm.graph.nodes if op_name(n) == "detach_" for one in _written(n)
+        )
+        self._written.update(storage for fake in fakes if (storage := storage_of(fake)) is not None)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):
                 self.reach.setdefault(node, self.reach.get(outer.get(node, node), NOTHING))
                 self.forms.read(node, is_opaque=True)
             elif is_checkpoint(node):
                 self._enter(gm, node, outer)
-            elif op_name(node) == "_set_grad_enabled":
-                self._has_gradients = bool(node.args[0])
-            else:
+            elif not self._switches(node):
                 self._read_op(node, aliases)
+
+    def _switches(self, node: fx.Node) -> bool:
+        """Whether a node switches gradients on or off; note that."""
+        name = op_name(node)
+        if name == "_set_grad_enabled":
+            self._has_gradients = bool(node.args[0])
+        elif name in ("_enter_inference_mode", "_exit_inference_mode"):
+            self._is_inference = name == "_enter_inference_mode" and bool(node.args[0])
+        else:
+            return False
+        return True
+
+    def _cut_off(self, cut: Cut, reach: Reach, kept: int = 0) -> Reach:
+        """Note a cut; return the reach behind it."""
+        self._flow.cuts.append(cut)
+        return Reach(reach.read, kept, reach.cuts | 1 << len(self._flow.cuts) - 1)
 
     def _enter(self, gm: fx.GraphModule, node: fx.Node, outer: dict[fx.Node, fx.Node]) -> None:
         body, inside = checkpoint_body(gm, node, outer)
@@ -286,9 +324,9 @@ class _Reader:
             if op_name(user) == op_name(node) and len(user.args) == 2 and isinstance(user.args[1], int):
                 self.reach[user] = reaches[user.args[1]]
 
-    def _note_segment(self, op: str, node: fx.Node, given: Iterable[fx.Node]) -> None:
+    def _note_segment(self, op: str, node: fx.Node, given: Iterable[fx.Node], reason: str = "") -> None:
         inside = _union(self.reach.get(one, NOTHING) for one in given).trained
-        self._flow.segments.append(Segment(op, source_of(node), inside))
+        self._flow.segments.append(Segment(op, source_of(node), inside, reason))
 
     def _read_op(self, node: fx.Node, aliases: Aliases) -> None:
         if node in self.reach:  # an element of what a checkpoint returns
@@ -297,32 +335,59 @@ class _Reader:
         name, given = op_name(node), node.all_input_nodes
         if _SHAPES_ALONE.fullmatch(name) or not _has_tensors(node):
             self.forms.read(node, is_opaque=True)
-            self.reach[node] = NOTHING
+            self.reach[node] = self._number(node, name)
             return
+        if (one := _own_input(node, name)) is not None:
+            given = [one]
         before = _union(self.reach.get(one, NOTHING) for one in given)
         if name == "apply" and node.target is not operator.getitem:
             self._note_segment(_function_name(node), node, given)
+        elif getattr(node.target, "namespace", "aten") not in ("aten", "prims", "higher_order"):
+            own = name.partition(".")[0]
+            self._note_segment(own, node, given, f"the backward registered for `{own}` returns None for it")
         behind, cut = self._behind(node, name)
-        stopped = before.trained & ~behind
-        cuts = before.cuts
-        if stopped and cut is not None:
+        result = Reach(before.read, behind, before.cuts)
+        if cut is not None and (stopped := before.trained & ~behind):
             cut.stopped = stopped
-            cuts |= 1 << len(self._flow.cuts)
-            self._flow.cuts.append(cut)
-        result = Reach(before.read, behind, cuts)
+            result = self._cut_off(cut, before, behind)
         self.reach[node] = result
+        self._note_bridges(node)
         changed = changed_in_place(node)
         for alias in aliases.of_all(changed, after=node) if changed else ():
             self.reach[alias] = result if name == "detach_" else self.reach.get(alias, NOTHING) | result
 
+    def _number(self, node: fx.Node, name: str) -> Reach:
+        """Return the parameters behind a Python number; ``item`` cuts them off."""
+        if not isinstance(node.meta.get("example_value"), _NUMBERS) or _SHAPES_ALONE.fullmatch(name):
+            return NOTHING
+        before = _union(self.reach.get(one, NOTHING) for one in node.all_input_nodes)
+        if not before.trained:
+            return before
+        if name not in ("item", "tolist"):
+            return NOTHING
+        cut = Cut(name, source_of(node), f"`{name}` returns a Python number, {_NO_GRADIENT}", before.trained)
+        cut.is_discrete = True
+        return self._cut_off(cut, before)
+
+    def _note_bridges(self, node: fx.Node) -> None:
+        """Note the cuts behind a term of a sum whose other terms have the gradients."""
+        atoms = list(self.forms.atoms(node)) if len(node.all_input_nodes) > 1 else []
+        reaches = [self.reach.get(atom, NOTHING) for atom in atoms]
+        for number, reach in enumerate(reaches):
+            if len(reaches) < 2 or reach.trained:
+                continue
+            others = _union(reaches[:number] + reaches[number + 1 :]).trained
+            for cut in self._flow.cuts_before(reach):
+                cut.is_bridged |= not cut.stopped & ~others
+
     def _behind(self, node: fx.Node, name: str) -> tuple[int, Cut | None]:
         """Return the trained bits behind an op, and the cut of the others."""
-        cut = Cut(name, source_of(node), "", 0)
+        cut = Cut(name, source_of(node), "", 0, is_bridged=name in _DETACHING and _is_torch_s(node))
         stops = self._stop(node, name)
         if stops is not None:
             self.forms.read(node, is_opaque=True)
             cut.op, cut.reason = stops
-            cut.is_discrete = cut.reason.endswith(_NO_GRADIENT)
+            cut.is_discrete = cut.reason.endswith(_NO_GRADIENT) or cut.op == "sample"
             return 0, cut
         differentiable, cut.reason = self._differentiable(node, name)
         if name == "apply":
@@ -346,20 +411,27 @@ class _Reader:
     def _stop(self, node: fx.Node, name: str) -> tuple[str, str] | None:
         """Return name and reason of an op without a gradient; None otherwise."""
         made = list(tensors_in(node.meta.get("example_value")))
-        if any(map(autograd.is_transformed, made)):  # inside of a vmap, where fake tensors need no gradient
-            return None
-        if not self._has_gradients:
-            return "no_grad", f"`{name}` runs under torch.no_grad()"
+        is_mapped = any(map(autograd.is_transformed, made))  # inside of a vmap, where fake tensors need no gradient
+        if not is_mapped and (not self._has_gradients or self._is_inference):
+            return self._switched_off(node, name)
         if name in _DETACHING:
             return _DETACHING[name], f"`{_DETACHING[name]}` hands on the value without its gradient"
-        if name in _FLAT:
+        if name in _FLAT or node.kwargs.get("rounding_mode") is not None:
             return name, f"`{name}` has a derivative of 0 everywhere"
         if made and not any(fake.is_floating_point() or fake.is_complex() for fake in made):
             dtype = str(made[0].dtype).removeprefix("torch.")
             return name, f"`{name}` returns {dtype}, {_NO_GRADIENT}"
-        if made and not changed_in_place(node) and not any(fake.requires_grad for fake in made):
-            return name, f"`{name}` returns a tensor without a gradient"
-        return None
+        if is_mapped or not made or changed_in_place(node) or any(id(fake) in self._detached for fake in made):
+            return None
+        is_cut = not any(fake.requires_grad for fake in made)
+        return (name, f"`{name}` returns a tensor without a gradient") if is_cut else None
+
+    def _switched_off(self, node: fx.Node, name: str) -> tuple[str, str]:
+        """Return name and reason of an op where gradients are switched off."""
+        if _DISTRIBUTIONS.search(str(node.meta.get("stack_trace", ""))):
+            return "sample", "`sample()` of a distribution draws under torch.no_grad()"
+        mode = "inference_mode" if self._is_inference else "no_grad"
+        return mode, f"`{name}` runs under torch.{mode}()"
 
     def _leaves(self, node: fx.Node) -> list[fx.Node]:
         """Return the placeholders behind a result of ``torch.autograd.grad``.
@@ -380,6 +452,26 @@ class _Reader:
         if node.target is torch.autograd.grad:
             return self._leaves(node), f"`{name}` does not depend on it"
         return _connected(node), f"`{name}` has no derivative by this input"
+
+
+def _is_torch_s(node: fx.Node) -> bool:
+    """Whether the innermost line of a node is one of torch."""
+    files = _FILES.findall(str(node.meta.get("stack_trace", "")))
+    return bool(files) and files[-1].startswith(_TORCH)
+
+
+def _own_input(node: fx.Node, name: str) -> fx.Node | None:
+    """Return the input behind one result of an op that maps tensor by tensor."""
+    made_of = node.args[0] if node.target is operator.getitem and len(node.args) == 2 else None
+    if name not in _TENSOR_BY_TENSOR or not isinstance(made_of, fx.Node):
+        return None
+    given = made_of.args[0] if len(made_of.args) == 1 and isinstance(made_of.args[0], list | tuple) else made_of.args
+    number = node.args[1]
+    one = given[number] if isinstance(number, int) and -len(given) <= number < len(given) else None
+    return one if isinstance(one, fx.Node) else None
+
+
+_TENSOR_BY_TENSOR = ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d")
 
 
 def _leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
@@ -419,10 +511,6 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm")
-
-
-def _storage(fake: Tensor | None) -> int | None:
-    return None if fake is None else fake_tensors.storage_key(fake)
 
 
 def _has_tensors(node: fx.Node) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gradrewrite._compat import dynamo, dynamo_cache
-from gradrewrite._utils.tensors import kept_random_state
+from gradrewrite._compat import dtensors, dynamo, dynamo_cache
+from gradrewrite._utils.tensors import kept_random_state, tensors_in
+from gradrewrite.auditing.kept_state import KeptState, kept_state
 from gradrewrite.backends.traced_step import ComputeLoss
 from gradrewrite.backends.tracing_errors import explained
 from gradrewrite.instrumentation.source_locations import user_line
@@ -62,20 +63,21 @@ class _Traced(BaseException):  # not an Exception: torch wraps those
 
 
 class _Recorder:
-    """A backend for keeping Dynamo graphs; it runs several of them."""
+    """A backend for keeping Dynamo graphs; with a kept state it runs several."""
 
-    def __init__(self, model: nn.Module, *, is_whole: bool) -> None:
+    def __init__(self, model: nn.Module, state: KeptState | None) -> None:
         self.graphs: list[StepGraph] = []
-        self._model = model
-        self._is_whole = is_whole
+        self._model, self._state = model, state
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         reason, stack = dynamo.graph_break_of(gm) or ("", ())
         names = {id(p): name for name, p in self._model.named_parameters()}
-        graph = StepGraph(gm, tuple(inputs), names, break_line=user_line(stack), break_reason=reason)
-        if self._is_whole:
+        told = reason.partition("\n")[0]
+        graph = StepGraph(gm, tuple(inputs), names, break_line=user_line(stack), break_reason=told)
+        if self._state is None:
             self.graphs.append(graph)
             raise _Traced
+        self._state.add(t for t in inputs if isinstance(t, Tensor))
 
         def run(*given: Any) -> Any:
             if not graph.calls:  # in the order of execution
@@ -122,17 +124,25 @@ def _traced(
     # Dynamo keeps compiled code with code objects: one of its own is dropped with it.
     code = step.__code__.replace(co_name="gradrewrite_audited_step")
     own = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
-    recorder = _Recorder(model, is_whole=is_whole)
     settings = {"fullgraph": is_whole, "dynamic": False}
-    compiled = dynamo_cache.CompiledFunction(own, recorder, settings, lambda: contextlib.nullcontext(()))
-    try:
-        with torch.enable_grad(), kept_random_state():
-            loss = compiled(model, args, dict(kwargs))
-    except _Traced:
+    with contextlib.ExitStack() as stack:
+        written = frozenset[int]() if is_sharded(model) else None
+        state = None if is_whole else stack.enter_context(kept_state(model, (args, kwargs), written))
+        recorder = _Recorder(model, state)
+        compiled = dynamo_cache.CompiledFunction(own, recorder, settings, lambda: contextlib.nullcontext(()))
+        stack.callback(compiled.drop)
+        stack.enter_context(kept_random_state())
         loss = None
-    finally:
-        compiled.drop()
+        with contextlib.suppress(_Traced), torch.enable_grad():
+            loss = compiled(model, args, dict(kwargs))
+            if is_sharded(model) and (scalar := scalar_of(loss)) is not None:
+                scalar.backward()  # behind which FSDP2 takes parameters apart again
     return StepGraphs(recorder.graphs, loss)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters are DTensors, as those of FSDP2."""
+    return any(dtensors.is_dtensor(p) for p in model.parameters())
 
 
 def loss_in(output: Any) -> Any:
@@ -141,3 +151,20 @@ def loss_in(output: Any) -> Any:
         return output
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return output if loss is None else loss
+
+
+def scalar_of(output: Any) -> Tensor | None:
+    """Return the loss in an output, or a weighted sum of its values.
+
+    None without differentiable ones. The weights are random, as the sum of a softmax is constant.
+    """
+    loss = loss_in(output)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    tensors = [t for t in tensors_in(loss) if t.requires_grad]
+    if not tensors:
+        return None
+    with kept_random_state():
+        torch.manual_seed(0)
+        parts = [(t * torch.randn_like(t)).sum() for t in tensors]
+    return torch.stack([part.abs() if part.is_complex() else part.float() for part in parts]).sum()

@@ -11,14 +11,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from gradrewrite._compat.optimizers import inside_of
 from gradrewrite._utils.formatting import listed, nearest, plain_table
 from gradrewrite._utils.html_tables import html_table, write_table_page
 from gradrewrite.auditing.constants import vanishing_constants
 from gradrewrite.auditing.eager_steps import EagerSteps, run_eager_steps
-from gradrewrite.auditing.gradient_flow import GradientFlow, Term, flow_of
+from gradrewrite.auditing.gradient_flow import Cut, GradientFlow, Segment, Term, flow_of
 from gradrewrite.auditing.optimizer_settings import optimizer_causes
-from gradrewrite.auditing.step_graphs import StepGraphs, trace_step
+from gradrewrite.auditing.step_graphs import StepGraphs, is_sharded, trace_step
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.parameter_watch import unwatched
 from gradrewrite.backends.traced_step import ComputeLoss
@@ -150,8 +152,9 @@ def audit(
     gradient is 0. Numbers that their dtype cannot hold (``1e-8`` in float16), and settings of the optimizer, are faults
     too.
 
-    Parameters, gradients, buffers, inputs and torch's random state are given back bit for bit; what Python objects
-    remember, as counters of a module, goes on. Where the step is several graphs, it is run once for the trace.
+    Parameters, gradients, buffers, flags, inputs and random state are given back bit for bit; what Python objects
+    remember, as counters of a module, goes on. Where the step is several graphs, it is run once for the trace. Hooks
+    behind an accumulated gradient do not run.
 
     Args:
         model: A module in the mode in which it is to be trained; of what ``transform`` returned its original.
@@ -159,11 +162,12 @@ def audit(
         compute_loss: ``(model, *args, **kwargs) -> scalar``. None if the model returns the loss, an object with
             ``.loss``, or a mapping with ``"loss"``; if it returns other tensors, all of them count as the loss.
         optimizer: The optimizer of the model, or a function from parameters to one: what it holds is compared with the
-            parameters that have a gradient, and its ``eps`` with their dtypes.
+            parameters that have a gradient, and its ``eps`` with their dtypes. Parameters that it does not hold, and
+            that are detached, are a remark.
         trained: Names of the parameters that are meant to be trained, as ``"*.lora_*"`` (``fnmatch``), or several: then
             a further fault is a parameter that is trained without being named, or named and frozen.
-        steps: How many eager steps at most. The second and third are only run where a gradient of the first was 0, and
-            move the parameters (they are given back). 0 runs nothing.
+        steps: How many eager steps at most; none with parameters that are DTensors (FSDP2). The second and third are
+            only run where a gradient of the first was 0, and move the parameters (they are given back). 0 runs nothing.
         **kwargs: Its inputs.
 
     Returns:
@@ -171,7 +175,8 @@ def audit(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: ``steps`` is not a whole number >= 0, or a pattern of ``trained`` matches no parameter.
+        ValueError: ``steps`` is not a whole number >= 0, a pattern of ``trained`` matches no parameter, or a lazy
+            module is not initialized.
 
     Example:
         >>> import torch, gradrewrite as gr
@@ -193,6 +198,8 @@ def audit(
         raise ValueError(f"gr.audit: steps is a whole number >= 0, got {steps!r}")
     state = state_of(model)
     model = model if state is None else state.original
+    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise ValueError(f"gr.audit: {lazy[0]} of a lazy module is not initialized: call the model once, model(*args).")
     patterns = _patterns(trained, model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.parameters())
@@ -209,11 +216,15 @@ def audit_step(
     steps: int = STEPS,
 ) -> Audit:
     """Audit a step of a plain model; see ``audit``."""
+    steps = 0 if is_sharded(model) else steps
     step = trace_step(model, compute_loss, args, kwargs)
     flow = flow_of(step, model)
     keep = _watched(model) if optimizer is not None else set()
     with unwatched():
-        eager = run_eager_steps(model, compute_loss, args, kwargs, steps=steps, keep=keep, written=flow.written)
+        read = [value for graph in step.graphs for value in graph.inputs]
+        eager = run_eager_steps(
+            model, compute_loss, args, kwargs, steps=steps, keep=keep, written=flow.written, read=read
+        )
     return _Judge(model, step, flow, eager, patterns).audit(optimizer)
 
 
@@ -252,9 +263,13 @@ class _Judge:
         self._cuts = flow.cuts_before(flow.loss)
         self._causes: list[Cause] = []
         self._remarks: list[str] = []
+        self._varying: list[str] = []  # names of parameters that another branch reads
+        self._held: set[int] | None = None  # identities of the optimizer's tensors
 
     def audit(self, optimizer: torch.optim.Optimizer | None) -> Audit:
         """Judge all parameters, constants and the optimizer."""
+        if optimizer is not None:
+            self._held = {id(p) for group in inside_of(optimizer).param_groups for p in group["params"]}
         rows = tuple(self._row(name) for name in self._named)
         self._no_gradient(rows)
         self._against_eager(rows)
@@ -276,35 +291,58 @@ class _Judge:
         loss, ran = self._flow.loss, self._eager.num_steps > 0
         losses = tuple(_term_text(term) for term in self._flow.terms if term.reach.trained & bit)
         cuts = [cut for cut in self._cuts if cut.stopped & bit]
-        cut = next((cut for cut in cuts if not cut.is_meant), cuts[0] if cuts else None)
+        cut = min(cuts, key=lambda cut: (cut.is_meant, cut.is_discrete), default=None)
         op, line = ("", "") if cut is None else (cut.op, cut.source)
-        if loss.trained & bit:
-            if not ran or name in self._eager.nonzero:
-                fate: Fate = "zero up to rounding" if name in self._eager.rounding else "trained"
-                return AuditRow(name, fate, losses=losses)
-            if name in self._eager.got:
-                if (
-                    cut is not None and not cut.is_discrete
-                ):  # the other way hands on 0, as a selection of other elements
-                    return AuditRow(name, "no gradient", op, line)
-                return AuditRow(name, "zero so far", losses=losses)
-            segment = next((s for s in self._flow.segments if s.inside & bit), None)
-            where = ("", "") if segment is None else (segment.op, segment.source)
-            return AuditRow(name, "compiled only", *where, losses)
-        if name in self._eager.nonzero and (cut is None or not cut.is_algebra):
-            return AuditRow(name, "eager only", op, line)
-        return AuditRow(name, "no gradient" if loss.read & bit else "not read", op, line)
+        if not loss.trained & bit:
+            return self._cut_off(name, cut, "no gradient" if loss.read & bit else "not read")
+        if not ran or name in self._eager.nonzero:
+            fate: Fate = "zero up to rounding" if name in self._eager.rounding else "trained"
+            return AuditRow(name, fate, losses=losses)
+        if name not in self._eager.got:
+            return self._compiled_only(name, bit, losses)
+        if cut is not None and not cut.is_discrete:  # the other way hands on 0, as a selection of other elements
+            return AuditRow(name, "no gradient", op, line)
+        return AuditRow(name, "zero so far", losses=losses)
+
+    def _cut_off(self, name: str, cut: Cut | None, fate: Fate) -> AuditRow:
+        op, line = ("", "") if cut is None else (cut.op, cut.source)
+        if cut is not None and cut.is_algebra:  # nonzero in eager mode by rounding errors, or algebra is mistaken
+            return AuditRow(name, "trained") if name in self._eager.sure else AuditRow(name, fate, op, line)
+        if name not in self._eager.nonzero:
+            return AuditRow(name, fate, op, line)
+        is_other_branch = not op and self._varies(name)
+        return AuditRow(name, "trained") if is_other_branch else AuditRow(name, "eager only", op, line)
+
+    def _compiled_only(self, name: str, bit: int, losses: tuple[str, ...]) -> AuditRow:
+        inside = [s for s in self._flow.segments if s.inside & bit]
+        segment = min(inside, key=lambda segment: bool(segment.reason), default=None)
+        if segment is not None and segment.reason:
+            return AuditRow(name, "no gradient", segment.op, segment.source)
+        if segment is None and self._varies(name):
+            return AuditRow(name, "trained", losses=losses)
+        where = ("", "") if segment is None else (segment.op, segment.source)
+        return AuditRow(name, "compiled only", *where, losses)
+
+    def _varies(self, name: str) -> bool:
+        """Whether calls may take other branches; note the parameter."""
+        if not self._eager.has_drawn and self._step.is_whole:
+            return False
+        self._varying.append(name)
+        return True
 
     def _no_gradient(self, rows: Sequence[AuditRow]) -> None:
         meant = {(cut.op, cut.source) for cut in self._cuts if cut.is_meant}
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "no gradient")
-        for (op, line), names in alike.items():
-            reason = next((cut.reason for cut in self._cuts if (cut.op, cut.source) == (op, line)), "")
+        for (op, line), group in alike.items():
+            known: list[Cut | Segment] = [*self._cuts, *(segment for segment in self._flow.segments if segment.reason)]
+            reason = next((one.reason for one in known if (one.op, one.source) == (op, line)), "")
+            names = [name for name in group if self._patterns is None or self._is_named(name)]
             if (op, line) in meant:
-                self._remarks.append(f"{_get(names)} no gradient by algebra: {reason}, at {line}.")
+                self._remarks.append(f"{_get(group)} no gradient by algebra: {reason}, at {line}.")
                 continue
-            text = f"{_get(names)} no gradient: {reason}."
-            self._fault("no gradient", names, line, text, _advice(op, reason))
+            if names := self._without_left_out(op, line, reason, names):
+                text = f"{_get(names)} no gradient: {reason}."
+                self._fault("no gradient", names, line, text, _advice(op, reason))
         frozen = [row.name for row in rows if row.verdict == "frozen" and self._is_named(row.name)]
         if self._patterns is not None and frozen:
             text = f"{_are(frozen)} to be trained, and frozen: requires_grad is False."
@@ -312,16 +350,40 @@ class _Judge:
         unread = [row.name for row in rows if row.verdict == "not read"]
         wanted = [name for name in unread if self._patterns is not None and self._is_named(name)]
         if wanted:
-            text = f"{_are(wanted)} to be trained, and nothing on the way to the loss reads them."
+            text = f"{_are(wanted)} to be trained, and nothing on the way to the loss reads {_them(wanted)}."
             self._fault("no gradient", wanted, "", text, "Use them in the forward, or take them out of trained=.")
-        if others := [name for name in unread if name not in wanted]:
-            self._remarks.append(f"{_get(others)} no gradient: nothing on the way to the loss reads them.")
+        self._note_unread([name for name in unread if name not in wanted])
+
+    def _without_left_out(self, op: str, line: str, reason: str, names: list[str]) -> list[str]:
+        """Return parameters without those that a cut and the optimizer leave out alike."""
+        if op not in _ON_PURPOSE or self._held is None or self._patterns is not None:
+            return names
+        left_out = [name for name in names if id(self._named[name]) not in self._held]
+        if left_out:
+            text = f"{_get(left_out)} no gradient: {reason}{f', at {line}' if line else ''}"
+            self._remarks.append(
+                f"{text}; {'it is' if len(left_out) == 1 else 'they are'} not in the optimizer either."
+            )
+        return [name for name in names if name not in left_out]
+
+    def _note_unread(self, names: Sequence[str]) -> None:
+        ends = {name: self._break_behind(name) for name in names}
+        for (line, reason), group in _grouped((*ends[name], name) for name in names).items():
+            text = f"{_get(group)} no gradient: nothing on the way to the loss reads {_them(group)}"
+            more = f" in a graph; code that is not traced may, at {line} ({reason})" if line else ""
+            self._remarks.append(f"{text}{more}.")
+
+    def _break_behind(self, name: str) -> tuple[str, str]:
+        """Return line and reason of the graph break behind a parameter, if any."""
+        bit = 1 << self._flow.names.index(name)
+        return next(((line, reason) for mask, line, reason in self._flow.breaks if mask & bit), ("", ""))
 
     def _against_eager(self, rows: Sequence[AuditRow]) -> None:
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "compiled only")
         for (op, line), names in alike.items():
-            where = f"`{op}` hands on no gradient there" if op else "a hook or a branch of the model differs there"
-            text = f"{_get(names)} a gradient under torch.compile, and none in eager mode: {where}."
+            text = f"{_get(names)} a gradient under torch.compile, and none in eager mode: `{op}` hands on none there."
+            if not op:
+                text = f"{_get(names)} no gradient in eager mode, and the traced graph shows no reason."
             self._fault("no gradient", names, line, text, _advice(op, "eager"))
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "eager only")
         for (op, line), names in alike.items():
@@ -350,8 +412,10 @@ class _Judge:
                 f"{_get(rounding)} a gradient of 0 up to rounding: a softmax or a normalization behind takes such a "
                 "shift out again."
             )
+        if self._varying:
+            self._remarks.append(f"{_are(self._varying)} read in some calls only: other calls take another branch.")
         self._note_terms()
-        self._note_partial_cuts()
+        self._note_partial_cuts(rows)
 
     def _note_terms(self) -> None:
         """Note parameters with a cut on the way to one of several losses."""
@@ -360,7 +424,7 @@ class _Judge:
             own = [term for term in self._flow.terms if term.reach.trained & bit]
             for term in self._flow.terms if own else ():
                 cut = next((c for c in self._flow.cuts_before(term.reach) if c.stopped & bit), None)
-                if cut is not None and not (cut.is_meant or term.reach.trained & bit):
+                if cut is not None and not (cut.is_meant or cut.op == "graph break" or term.reach.trained & bit):
                     found[", ".join(map(_term_text, own)), f"`{cut.op}` at {cut.source}", _term_text(term)].append(name)
         told: set[str] = set()
         for (losses, cut_text, term_text), names in list(found.items())[:_MOST_REMARKS]:
@@ -369,15 +433,20 @@ class _Judge:
                 self._remarks.append(text)
             told.update(names)
 
-    def _note_partial_cuts(self) -> None:
+    def _note_partial_cuts(self, rows: Sequence[AuditRow]) -> None:
         """Note the ops that stop gradients of parameters with another way to the loss."""
         told = " ".join(self._remarks)
         found: dict[tuple[str, str], int] = defaultdict(int)
+        cut_off = {row.name for row in rows if row.verdict == "no gradient"}
+        left = [bit for bit, name in enumerate(self._flow.names) if name not in cut_off]
+        trained = self._flow.loss.trained & sum(1 << bit for bit in left)
         for cut in self._cuts:
             if cut.is_discrete or not cut.source:  # another way is left as a rule; of a library's own
                 continue
-            if cut.stopped & self._flow.loss.trained and f"`{cut.op}` at {cut.source}" not in told:
-                found[cut.op, cut.source] |= cut.stopped & self._flow.loss.trained
+            if cut.is_meant or cut.is_bridged or cut.op == "graph break":  # written so; not known what it reads
+                continue
+            if cut.stopped & trained and f"`{cut.op}` at {cut.source}" not in told:
+                found[cut.op, cut.source] |= cut.stopped & trained
         for (op, line), mask in list(found.items())[:_MOST_REMARKS]:
             names = list(self._flow.bits(mask))
             self._remarks.append(f"`{op}` at {line} stops one way of gradients to {listed(names, 3)}; another is left.")
@@ -410,16 +479,27 @@ def _are(names: Sequence[str]) -> str:
     return f"{_subject(names)} {'is' if len(names) == 1 else 'are'}"
 
 
+def _them(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
 def _term_text(term: Term) -> str:
     return f"`{term.op}` at {term.source.partition(' ')[0]}" if term.source else f"`{term.op}`"
 
 
+_ON_PURPOSE = ("detach", ".data", "no_grad", "inference_mode", "requires_grad_")
 _FREEZE = "or freeze the parameters (requires_grad_(False)) if they are not to be trained"
 _CHOICE = "Choose softly (softmax, gumbel_softmax(hard=True)), or hand the gradient on: soft + (hard - soft).detach()."
 _ADVICE = {
     "detach": f"Take the detach() out, {_FREEZE}.",
     ".data": f"Use the tensor itself in the place of .data, {_FREEZE}.",
     "no_grad": f"Compute it outside of torch.no_grad(), {_FREEZE}.",
+    "inference_mode": f"Compute it outside of torch.inference_mode(), {_FREEZE}.",
+    "requires_grad_": "Leave requires_grad as it is in the forward, or name the parameters to be trained: trained=.",
+    "item": f"Compute with the tensor itself in the place of the number, {_FREEZE}.",
+    "tensor": f"Use the tensor itself, or torch.stack of several: torch.tensor copies values alone, {_FREEZE}.",
+    "sample": "Call rsample() where the distribution has it, or add log_prob(sample) times the reward to the loss.",
+    "normal": "Draw mean + std * torch.randn_like(mean).",
     "checkpoint": (
         "Pass use_reentrant=False, or let an input of the checkpoint need a gradient (requires_grad_(); "
         "model.enable_input_require_grads() in transformers)."
@@ -436,8 +516,10 @@ def _advice(op: str, reason: str) -> str:
         return (
             "Ask ctx.needs_input_grad in backward, not requires_grad of what forward was given or saved."
             if op
-            else "Look at hooks and at branches on torch.compiler.is_compiling()."
+            else "Look at hooks and at branches on torch.compiler.is_compiling(), and at torch.func."
         )
+    if op.startswith("grad") and "without a gradient" in reason:
+        return "Pass create_graph=True to torch.autograd.grad."
     if "a derivative of 0" in reason:
         return f"Hand the gradient on: x + ({op}(x) - x).detach()."
     if "has no gradient" in reason:

@@ -1,0 +1,83 @@
+"""State of a model, kept over a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradrewrite._utils.tensors import kept_random_state, tensors_in
+
+
+class KeptState:
+    """The state of a model and of tensors that a step may change.
+
+    Gradients of leaves are taken off, and given back by ``restore``; values are copied of buffers, and of the leaves
+    with an identity in ``written`` (None: of all). Buffers that the forward replaces, ``training`` and
+    ``requires_grad`` count.
+    """
+
+    def __init__(self, model: nn.Module, written: Collection[int] | None = None) -> None:
+        self._written = written
+        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        self._flags = [(p, p.requires_grad) for p in model.parameters()]
+        self._gradients: dict[Tensor, Tensor | None] = {}
+        self._values: dict[Tensor, Tensor] = {}
+        self._random = _python_random_state()
+        self.add(model.buffers(), are_written=True)
+        self.add(model.parameters())
+
+    def add(self, tensors: Iterable[Tensor], *, are_written: bool = False) -> None:
+        """Keep further tensors; of others than leaves only those that are written."""
+        for t in tensors:
+            if t in self._gradients or t in self._values or not (t.is_leaf or are_written):
+                continue
+            if t.is_leaf:
+                self._gradients[t] = t.grad
+                t.grad = None
+            if are_written or self._written is None or id(t) in self._written:
+                self._values[t] = t.detach().clone()
+
+    def has_drawn(self) -> bool:
+        """Whether Python's or NumPy's random numbers were drawn from."""
+        return repr(_python_random_state()) != repr(self._random)
+
+    def restore(self) -> None:
+        """Give all of it back."""
+        python, of_numpy = self._random
+        random.setstate(python)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for parameter, needs_gradient in self._flags:
+            parameter.requires_grad = needs_gradient
+        for tensor, gradient in self._gradients.items():
+            tensor.grad = gradient
+        with torch.no_grad():
+            for tensor, value in self._values.items():  # BatchNorm writes without a new version
+                tensor.copy_(value)
+
+
+def _python_random_state() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+@contextlib.contextmanager
+def kept_state(model: nn.Module, given: Any, written: Collection[int] | None = None) -> Iterator[KeptState]:
+    """Restore a model, its inputs and the random state behind the block."""
+    state = KeptState(model, written)
+    state.add(tensors_in(given))
+    try:
+        with kept_random_state():
+            yield state
+    finally:
+        state.restore()
