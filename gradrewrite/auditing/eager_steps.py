@@ -65,6 +65,8 @@ def run_eager_steps(
     do not run.
     """
     found = EagerSteps()
+    if not steps:
+        return found
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with contextlib.ExitStack() as stack:
         args, kwargs = _as_leaves(args), _as_leaves(kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gradrewrite._compat import dtensors, dynamo, dynamo_cache
+from gradrewrite._compat import data_parallel, dtensors, dynamo, dynamo_cache
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.auditing.kept_state import KeptState, kept_state
 from gradrewrite.backends.traced_step import ComputeLoss
@@ -27,7 +27,7 @@ class StepGraph:
         gm: The graph.
         inputs: Its inputs, by placeholder.
         calls: Inputs and outputs of its calls, op by op; empty where nothing ran.
-        names: Names of the parameters that were in the model when it was traced, by identity; FSDP2 replaces them.
+        names: Names of the parameters by identity, of sharded ones the whole tensors.
         break_line: The user's line that ended it, ``file:line "code"``; ``""`` if none did.
         break_reason: Dynamo's reason for that.
     """
@@ -67,13 +67,14 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, state: KeptState | None) -> None:
         self.graphs: list[StepGraph] = []
-        self._model, self._state = model, state
+        self._state = state
+        with data_parallel.unsharded(model.modules()):
+            self._names = {id(p): name for name, p in model.named_parameters()}
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         reason, stack = dynamo.graph_break_of(gm) or ("", ())
-        names = {id(p): name for name, p in self._model.named_parameters()}
         told = reason.partition("\n")[0]
-        graph = StepGraph(gm, tuple(inputs), names, break_line=user_line(stack), break_reason=told)
+        graph = StepGraph(gm, tuple(inputs), self._names, break_line=user_line(stack), break_reason=told)
         if self._state is None:
             self.graphs.append(graph)
             raise _Traced
