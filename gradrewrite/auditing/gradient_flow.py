@@ -370,7 +370,7 @@ class _Reader:
         return self._cut_off(cut, before)
 
     def _note_bridges(self, node: fx.Node) -> None:
-        """Note the cuts behind a term of a sum whose other terms have the gradients."""
+        """Note cuts behind a term of a sum; the others have the gradients."""
         atoms = list(self.forms.atoms(node)) if len(node.all_input_nodes) > 1 else []
         reaches = [self.reach.get(atom, NOTHING) for atom in atoms]
         for number, reach in enumerate(reaches):
