@@ -76,7 +76,7 @@ class Audit:
         """The number of trained parameters, in one sentence."""
         trained = sum(row.verdict in ("trained", "zero up to rounding", "zero so far") for row in self.rows)
         frozen = sum(row.verdict == "frozen" for row in self.rows)
-        more = f", {frozen} are frozen" if frozen else ""
+        more = f", {frozen} {'is' if frozen == 1 else 'are'} frozen" if frozen else ""
         end = "; no fault was found" if not self.causes else ""
         return f"{trained} of {len(self.rows)} parameters are trained{more}{end}."
 
