@@ -244,9 +244,6 @@ def _lost_eps(audited: _Audited) -> dict[tuple[float, torch.dtype], list[str]]:
 def _idle(audited: _Audited) -> Iterator[str]:
     held = [name for _, group in audited.groups() for name in audited.names_in(group)]
     frozen = [name for name in held if not audited.named[name].requires_grad]
-    without = [name for name in held if name not in audited.with_gradient and audited.named[name].requires_grad]
-    if without:
-        yield f"The optimizer holds {_count(without, 'parameter')} without a gradient: {_listed(without)}."
     if frozen:
         yield f"The optimizer holds {_count(frozen, 'frozen parameter')}: {_listed(frozen)}."
 

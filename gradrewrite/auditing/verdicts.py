@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -27,8 +27,27 @@ from gradrewrite.backends.traced_step import ComputeLoss
 from gradrewrite.diagnostics.causes import Cause
 
 Fate = Literal[
-    "trained", "frozen", "no gradient", "not read", "zero so far", "zero up to rounding", "compiled only", "eager only"
+    "trained",
+    "frozen",
+    "not in the optimizer",
+    "no gradient",
+    "unused",
+    "zero so far",
+    "zero up to rounding",
+    "compiled only",
+    "eager only",
 ]
+VERDICTS: Mapping[Fate, str] = {
+    "trained": "it gets a gradient, and the optimizer, if one was given, holds it",
+    "frozen": "requires_grad is False",
+    "not in the optimizer": "it gets a gradient, and the optimizer does not hold it",
+    "no gradient": "an op reads it, and every path from there to the loss ends",
+    "unused": "the loss is computed without it",
+    "zero so far": "its gradient was 0 in all steps that ran",
+    "zero up to rounding": "its gradient is a rounding error",
+    "compiled only": "it gets a gradient under torch.compile, and none in eager mode",
+    "eager only": "it gets a gradient in eager mode, and none under torch.compile",
+}
 _COLUMNS = ("parameter", "verdict", "stops at", "line", "trained by")
 STEPS = 3
 _NAMED = 5
@@ -41,10 +60,7 @@ class AuditRow:
 
     Attributes:
         name: Its name, as ``model.named_parameters()`` has it.
-        verdict: ``"trained"``; ``"frozen"`` (``requires_grad`` is False); ``"no gradient"`` (an op reads it, and every
-            way to the loss is cut); ``"not read"`` (nothing on the way to the loss reads it); ``"zero so far"`` (its
-            gradient was 0 in all steps that ran); ``"zero up to rounding"``; ``"compiled only"`` (in eager mode it has
-            no gradient); ``"eager only"``.
+        verdict: A key of ``VERDICTS``, which says what it means.
         op: Where the gradient stops, as ``"detach"``; ``""`` where it does not.
         line: The user's line of that, ``file:line "code"``.
         losses: Of several losses, or terms of a sum, those that train it, by op and line.
@@ -65,16 +81,18 @@ class Audit:
         causes: The faults, the gravest first; empty if all is well.
         remarks: Sentences about what is no fault.
         rows: One a parameter, in the order of ``model.named_parameters()``.
+        model: Name of the model's class.
     """
 
     causes: tuple[Cause, ...]
     remarks: tuple[str, ...]
     rows: tuple[AuditRow, ...] = field(repr=False)
+    model: str = ""
 
     @property
     def headline(self) -> str:
         """The number of trained parameters, in one sentence."""
-        trained = sum(row.verdict in ("trained", "zero up to rounding", "zero so far") for row in self.rows)
+        trained = sum(row.verdict in _WITH_GRADIENT for row in self.rows)
         frozen = sum(row.verdict == "frozen" for row in self.rows)
         more = f", {frozen} {'is' if frozen == 1 else 'are'} frozen" if frozen else ""
         end = "; no fault was found" if not self.causes else ""
@@ -86,11 +104,18 @@ class Audit:
         for cause in self.causes:
             at = [f"  {cause.source}"] if cause.source else []
             parts.append("\n".join([f"{cause.kind}: {cause.text}", *at, f"  {cause.advice}"]))
-        cells = [self._cells_of(row) for row in self.rows if row.verdict not in _USUAL]
-        if cells:
-            parts.append(plain_table(_COLUMNS, cells[:_MOST_ROWS]))
-            parts += [f"and {len(cells) - _MOST_ROWS} more"] * (len(cells) > _MOST_ROWS)
+        rows = [row for row in self.rows if row.verdict not in _USUAL]
+        if rows:
+            parts.append(plain_table(*_table(rows[:_MOST_ROWS])))
+            parts += [f"and {len(rows) - _MOST_ROWS} more"] * (len(rows) > _MOST_ROWS)
+            parts.append(self._legend(rows))
         return "\n\n".join([*parts, "\n".join(f"remark: {text}" for text in self.remarks)]).rstrip()
+
+    @staticmethod
+    def _legend(rows: Sequence[AuditRow]) -> str:
+        """Return the meaning of the verdicts on some parameters, one a line."""
+        present = {row.verdict for row in rows}
+        return "\n".join(f"{verdict}: {meaning}." for verdict, meaning in VERDICTS.items() if verdict in present)
 
     def to_json(self) -> dict[str, object]:
         """Return causes, remarks and rows as strict JSON."""
@@ -99,19 +124,14 @@ class Audit:
         ]
         return {"causes": [cause.to_json() for cause in self.causes], "remarks": self.remarks, "rows": rows}
 
-    @staticmethod
-    def _cells_of(row: AuditRow) -> tuple[str, ...]:
-        return row.name, row.verdict, row.op, row.line, ", ".join(row.losses)
-
     def _repr_html_(self) -> str:
         rows = [row for row in self.rows if row.verdict not in _USUAL] if len(self.rows) > _MOST_ROWS else self.rows
         groups = ["first" if row.verdict in _FAULTY else "" for row in rows]
-        caption = "All parameters" if len(rows) == len(self.rows) else "Parameters that are not trained"
-        table = html_table(_COLUMNS, [self._cells_of(row) for row in rows], f"{caption}. {self.headline}", groups)
-        if not self.causes:
-            return table
         faults = [(c.kind, c.text, c.source, c.advice) for c in self.causes]
-        return html_table(("fault", "parameters and reason", "line", "what to change"), faults, self.headline) + table
+        columns = "fault", "parameters and reason", "line", "what to change"
+        first = html_table(columns, faults, self.headline) if faults else ""
+        which = "All parameters" if len(rows) == len(self.rows) else "Parameters that are neither trained nor frozen"
+        return first + html_table(*_table(rows), f"{which}." if faults else self.headline, groups)
 
     def render(self, path: str | os.PathLike[str]) -> str:
         """Write ``path.html``, a page that loads nothing.
@@ -125,11 +145,24 @@ class Audit:
         Raises:
             OSError: The file cannot be written.
         """
-        text = "\n".join((self.headline, *(f"remark: {text}" for text in self.remarks)))
-        return write_table_page(path, "Audit of the training step", self._repr_html_(), text)
+        remarks = "\n".join(f"remark: {text}" for text in self.remarks)
+        text = f"{remarks}\n\n{self._legend(self.rows)}".strip()
+        title = f"Audit of a training step of {self.model}" if self.model else "Audit of a training step"
+        return write_table_page(path, title, self._repr_html_(), text)
 
 
-_USUAL, _FAULTY = ("trained", "frozen"), ("no gradient", "compiled only", "eager only")
+def _table(rows: Sequence[AuditRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns with content, and the cells of rows."""
+    cells = [(row.name, row.verdict, row.op, row.line, ", ".join(row.losses)) for row in rows]
+    kept = [n for n in range(len(_COLUMNS)) if any(row[n] for row in cells)]
+    return tuple(_COLUMNS[n] for n in kept), [tuple(row[n] for n in kept) for row in cells]
+
+
+_USUAL, _FAULTY = (
+    ("trained", "frozen"),
+    ("not in the optimizer", "no gradient", "compiled only", "eager only"),
+)
+_WITH_GRADIENT = ("trained", "zero so far", "zero up to rounding")
 _MOST_ROWS = 40
 
 
@@ -261,6 +294,7 @@ class _Judge:
         self._named = dict(model.named_parameters())
         self._model, self._step, self._flow, self._eager, self._patterns = model, step, flow, eager, patterns
         self._cuts = flow.cuts_before(flow.loss)
+        self._bits = {name: 1 << number for number, name in enumerate(flow.names)}
         self._causes: list[Cause] = []
         self._remarks: list[str] = []
         self._varying: list[str] = []  # names of parameters that another branch reads
@@ -277,24 +311,31 @@ class _Judge:
         self._note_others(rows)
         causes = [*self._causes]
         if optimizer is not None:
-            got = [row.name for row in rows if row.verdict in ("trained", "zero so far", "zero up to rounding")]
+            got = [row.name for row in rows if row.verdict in _WITH_GRADIENT]
             found, remarks = optimizer_causes(optimizer, self._model, got, self._eager.kept)
+            missing = any(cause.kind == "not in the optimizer" for cause in found)
+            rows = tuple(map(self._of_optimizer, rows)) if missing else rows
             causes += found
             self._remarks += remarks
         causes += vanishing_constants(graph.gm for graph in self._step.graphs)
-        return Audit(tuple(causes), tuple(self._remarks), rows)
+        return Audit(tuple(causes), tuple(self._remarks), rows, type(self._model).__name__)
+
+    def _of_optimizer(self, row: AuditRow) -> AuditRow:
+        """Return the verdict on a parameter that the optimizer may lack."""
+        is_held = self._held is None or id(self._named[row.name]) in self._held
+        return row if is_held or row.verdict not in _WITH_GRADIENT else replace(row, verdict="not in the optimizer")
 
     def _row(self, name: str) -> AuditRow:
         if not self._named[name].requires_grad:
             return AuditRow(name, "frozen")
-        bit = 1 << self._flow.names.index(name)
+        bit = self._bits[name]
         loss, ran = self._flow.loss, self._eager.num_steps > 0
         losses = tuple(_term_text(term) for term in self._flow.terms if term.reach.trained & bit)
         cuts = [cut for cut in self._cuts if cut.stopped & bit]
         cut = min(cuts, key=lambda cut: (cut.is_meant, cut.is_discrete), default=None)
         op, line = ("", "") if cut is None else (cut.op, cut.source)
         if not loss.trained & bit:
-            return self._cut_off(name, cut, "no gradient" if loss.read & bit else "not read")
+            return self._cut_off(name, cut, "no gradient" if loss.read & bit else "unused")
         if not ran or name in self._eager.nonzero:
             fate: Fate = "zero up to rounding" if name in self._eager.rounding else "trained"
             return AuditRow(name, fate, losses=losses)
@@ -347,10 +388,10 @@ class _Judge:
         if self._patterns is not None and frozen:
             text = f"{_are(frozen)} to be trained, and frozen: requires_grad is False."
             self._fault("no gradient", frozen, "", text, "Call requires_grad_() of them before the optimizer is made.")
-        unread = [row.name for row in rows if row.verdict == "not read"]
+        unread = [row.name for row in rows if row.verdict == "unused"]
         wanted = [name for name in unread if self._patterns is not None and self._is_named(name)]
         if wanted:
-            text = f"{_are(wanted)} to be trained, and nothing on the way to the loss reads {_them(wanted)}."
+            text = f"{_are(wanted)} to be trained, and the loss is computed without {_them(wanted)}."
             self._fault("no gradient", wanted, "", text, "Use them in the forward, or take them out of trained=.")
         self._note_unread([name for name in unread if name not in wanted])
 
@@ -369,21 +410,21 @@ class _Judge:
     def _note_unread(self, names: Sequence[str]) -> None:
         ends = {name: self._break_behind(name) for name in names}
         for (line, reason), group in _grouped((*ends[name], name) for name in names).items():
-            text = f"{_get(group)} no gradient: nothing on the way to the loss reads {_them(group)}"
-            more = f" in a graph; code that is not traced may, at {line} ({reason})" if line else ""
-            self._remarks.append(f"{text}{more}.")
+            text = f"{_get(group)} no gradient: the loss is computed without {_them(group)}"
+            if line:
+                text += f" in the graphs; code that is not traced may use {_them(group)}, at {line} ({reason})"
+            self._remarks.append(f"{text}.")
 
     def _break_behind(self, name: str) -> tuple[str, str]:
         """Return line and reason of the graph break behind a parameter, if any."""
-        bit = 1 << self._flow.names.index(name)
+        bit = self._bits[name]
         return next(((line, reason) for mask, line, reason in self._flow.breaks if mask & bit), ("", ""))
 
     def _against_eager(self, rows: Sequence[AuditRow]) -> None:
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "compiled only")
         for (op, line), names in alike.items():
-            text = f"{_get(names)} a gradient under torch.compile, and none in eager mode: `{op}` hands on none there."
-            if not op:
-                text = f"{_get(names)} no gradient in eager mode, and the traced graph shows no reason."
+            text = f"{_get(names)} no gradient in eager mode"
+            text += f", where `{op}` hands on none; compiled there is one." if op else "; the graph shows no reason."
             self._fault("no gradient", names, line, text, _advice(op, "eager"))
         alike = _grouped((row.op, row.line, row.name) for row in rows if row.verdict == "eager only")
         for (op, line), names in alike.items():
@@ -409,8 +450,8 @@ class _Judge:
             self._remarks.append(f"{_get(zero)} a gradient that was 0 in {steps}, with this batch.")
         if rounding := [row.name for row in rows if row.verdict == "zero up to rounding"]:
             self._remarks.append(
-                f"{_get(rounding)} a gradient of 0 up to rounding: a softmax or a normalization behind takes such a "
-                "shift out again."
+                f"{_get(rounding)} a gradient of 0 up to rounding, as a bias in front of a softmax or a "
+                "normalization, on which it has no influence."
             )
         if self._varying:
             self._remarks.append(f"{_are(self._varying)} read in some calls only: other calls take another branch.")
@@ -420,17 +461,21 @@ class _Judge:
     def _note_terms(self) -> None:
         """Note parameters with a cut on the way to one of several losses."""
         found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-        for name, bit in zip(self._flow.names, (1 << n for n in range(len(self._flow.names))), strict=True):
+        for name, bit in self._bits.items():
             own = [term for term in self._flow.terms if term.reach.trained & bit]
             for term in self._flow.terms if own else ():
-                cut = next((c for c in self._flow.cuts_before(term.reach) if c.stopped & bit), None)
-                if cut is not None and not (cut.is_meant or cut.op == "graph break" or term.reach.trained & bit):
-                    found[", ".join(map(_term_text, own)), f"`{cut.op}` at {cut.source}", _term_text(term)].append(name)
+                if term.reach.trained & bit:
+                    continue
+                cuts = [c for c in self._flow.cuts_before(term.reach) if c.stopped & bit]
+                cut = min(cuts, key=lambda cut: cut.is_discrete, default=None)
+                if cut is not None and not (cut.is_meant or cut.op == "graph break"):
+                    texts = " and ".join(map(_term_text, own)), f"`{cut.op}` at {cut.source}", _term_text(term)
+                    found[texts].append(name)
         told: set[str] = set()
         for (losses, cut_text, term_text), names in list(found.items())[:_MOST_REMARKS]:
             if told.isdisjoint(names):
-                text = f"{_are(names)} trained by {losses} alone: {cut_text} stops gradients on the way to {term_text}."
-                self._remarks.append(text)
+                text = f"{_are(names)} not trained by {term_text}: {cut_text} ends the path"
+                self._remarks.append(f"{text}; what trains {_them(names)} is {losses}.")
             told.update(names)
 
     def _note_partial_cuts(self, rows: Sequence[AuditRow]) -> None:
@@ -438,8 +483,7 @@ class _Judge:
         told = " ".join(self._remarks)
         found: dict[tuple[str, str], int] = defaultdict(int)
         cut_off = {row.name for row in rows if row.verdict == "no gradient"}
-        left = [bit for bit, name in enumerate(self._flow.names) if name not in cut_off]
-        trained = self._flow.loss.trained & sum(1 << bit for bit in left)
+        trained = self._flow.loss.trained & sum(bit for name, bit in self._bits.items() if name not in cut_off)
         for cut in self._cuts:
             if cut.is_discrete or not cut.source:  # another way is left as a rule; of a library's own
                 continue
@@ -449,9 +493,9 @@ class _Judge:
                 found[cut.op, cut.source] |= cut.stopped & trained
         for (op, line), mask in list(found.items())[:_MOST_REMARKS]:
             names = list(self._flow.bits(mask))
-            self._remarks.append(f"`{op}` at {line} stops one way of gradients to {listed(names, 3)}; another is left.")
+            self._remarks.append(f"`{op}` at {line} ends one path of gradients to {listed(names, 3)}; another is left.")
         if len(found) > _MOST_REMARKS:
-            self._remarks.append(f"{len(found) - _MOST_REMARKS} more ops stop one of several ways.")
+            self._remarks.append(f"{len(found) - _MOST_REMARKS} more ops end one of several paths.")
 
     def _is_named(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._patterns or ())

@@ -211,7 +211,7 @@ def test_one_parameter_is_it() -> None:
             result: Tensor = self.used(x).square().mean()
             return result
 
-    assert gr.audit(Unread(), X).remarks == ("scale gets no gradient: nothing on the way to the loss reads it.",)
+    assert gr.audit(Unread(), X).remarks == ("scale gets no gradient: the loss is computed without it.",)
 
 
 def overwritten_row(a: Tensor, b: Tensor) -> Tensor:
@@ -342,5 +342,5 @@ def test_no_reason_is_no_claim_about_the_compiler() -> None:
     found = audit(lambda a, b: (torch.func.grad(lambda z: (z * b).sum())(a) * b).sum())
 
     (cause,) = found.causes
-    text = "2 parameters (a.weight, a.bias) get no gradient in eager mode, and the traced graph shows no reason"
+    text = "2 parameters (a.weight, a.bias) get no gradient in eager mode; the graph shows no reason"
     assert cause.text.startswith(text)

@@ -61,7 +61,7 @@ def test_a_way_that_is_left_is_a_remark() -> None:
     (remark,) = found.remarks
     assert "`detach` at test_verdicts.py" in remark
     assert "policy * value.detach()" in remark
-    assert "stops one way of gradients to trunk.weight, trunk.bias, value.weight and 1 more; another is left" in remark
+    assert "ends one path of gradients to trunk.weight, trunk.bias, value.weight and 1 more; another is left" in remark
 
 
 def test_a_detached_head_is_a_fault() -> None:
@@ -82,10 +82,10 @@ def test_an_unused_head_is_a_remark_unless_it_was_named() -> None:
 
     assert found.causes == ()
     assert found.remarks == (
-        "2 parameters (value.weight, value.bias) get no gradient: nothing on the way to the loss reads them.",
+        "2 parameters (value.weight, value.bias) get no gradient: the loss is computed without them.",
     )
     assert [cause.kind for cause in named.causes] == ["no gradient"]
-    assert verdicts(named)["value.weight"] == "not read"
+    assert verdicts(named)["value.weight"] == "unused"
 
 
 def test_trained_is_judged_in_both_directions() -> None:
@@ -118,9 +118,9 @@ def test_parameters_of_one_loss_alone_are_told() -> None:
     assert "balance = " in line_at(losses["policy.weight"][0])
     assert "routed.square()" in line_at(losses["value.weight"][0])
     (remark,) = found.remarks
-    assert remark.startswith("2 parameters (policy.weight, policy.bias) are trained by `mean` at ")
+    assert remark.startswith("2 parameters (policy.weight, policy.bias) are not trained by `mean` at ")
     assert "`argmax` at" in remark
-    assert "stops gradients" in remark
+    assert "ends the path; what trains them is `mean` at" in remark
 
 
 def test_several_returned_losses_are_told_apart() -> None:
@@ -158,7 +158,7 @@ def test_a_reentrant_checkpoint_is_trained_compiled_and_not_in_eager_mode() -> N
     assert verdicts(found)["lora_a.weight"] == verdicts(found)["lora_b.weight"] == "compiled only"
     (cause,) = found.causes
     assert (cause.kind, cause.site) == ("no gradient", "gradient:lora_a.weight")
-    assert "under torch.compile, and none in eager mode: `checkpoint`" in cause.text
+    assert "no gradient in eager mode, where `checkpoint` hands on none; compiled there is one" in cause.text
     assert "checkpoint(self.block" in cause.source
     assert "use_reentrant=False" in cause.advice
 
@@ -295,7 +295,7 @@ def test_forms_of_losses() -> None:
     of_outputs = gr.audit(Branches(lambda p, v: (p.softmax(-1), v)), X)
 
     assert verdicts(of_object) == verdicts(of_mapping)
-    assert verdicts(of_object)["value.weight"] == "not read"
+    assert verdicts(of_object)["value.weight"] == "unused"
     assert set(verdicts(of_outputs).values()) == {"trained"}  # a sum of a softmax would not depend on "policy"
 
 
