@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gradrewrite._diagnosis import Diagnosis as Diagnosis
     from gradrewrite._diagnosis import diagnose as diagnose
     from gradrewrite._locate import locate as locate
-    from gradrewrite.auditing.verdicts import Audit as Audit
+    from gradrewrite.auditing.findings import Audit as Audit
     from gradrewrite.auditing.verdicts import audit as audit
     from gradrewrite.backends.backend import Backend as Backend
     from gradrewrite.backends.backend import backend as backend
@@ -76,7 +76,8 @@ _PUBLIC = {
     "_compare": "compare",
     "_diagnosis": "Diagnosis diagnose",
     "_locate": "locate",
-    "auditing.verdicts": "Audit audit",
+    "auditing.findings": "Audit",
+    "auditing.verdicts": "audit",
     "backends.backend": "Backend backend",
     "backends.explanation": "Explanation GraphReport",
     "backends.state_dict": "load_state_dict state_dict",

@@ -21,7 +21,8 @@ from gradrewrite import passes
 from gradrewrite._locate import locate_in_step
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
-from gradrewrite.auditing.verdicts import Audit, audit_step
+from gradrewrite.auditing.findings import Audit
+from gradrewrite.auditing.verdicts import audit_step
 from gradrewrite.backends.model_state import ModelState, state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.backends.traced_step import METHOD, ComputeLoss, TrainingStep, arguments_of, own_batch

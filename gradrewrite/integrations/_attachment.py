@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from gradrewrite._diagnosis import failure_in_step, last_failure, observe, with_line
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.warnings import warn
-from gradrewrite.auditing.verdicts import STEPS, Audit, audit_step
+from gradrewrite.auditing.findings import Audit
+from gradrewrite.auditing.verdicts import STEPS, audit_step
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.backends.traced_step import TrainingStep

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gradrewrite._utils.warnings import warn
-from gradrewrite.auditing.verdicts import Audit
+from gradrewrite.auditing.findings import Audit
 from gradrewrite.diagnostics.health import Health
 from gradrewrite.diagnostics.run_file import read_jsonl
 from gradrewrite.diagnostics.run_log import Step

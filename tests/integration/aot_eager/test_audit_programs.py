@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
-from gradrewrite.auditing.verdicts import Audit
+from gradrewrite.auditing.findings import Audit
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradrewrite as gr
-from gradrewrite.auditing.verdicts import Audit
+from gradrewrite.auditing.findings import Audit
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
