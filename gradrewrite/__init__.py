@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gradrewrite._diagnosis import diagnose as diagnose
     from gradrewrite._locate import locate as locate
     from gradrewrite.auditing.findings import Audit as Audit
+    from gradrewrite.auditing.findings import AuditRow as AuditRow
     from gradrewrite.auditing.verdicts import audit as audit
     from gradrewrite.backends.backend import Backend as Backend
     from gradrewrite.backends.backend import backend as backend
@@ -76,7 +77,7 @@ _PUBLIC = {
     "_compare": "compare",
     "_diagnosis": "Diagnosis diagnose",
     "_locate": "locate",
-    "auditing.findings": "Audit",
+    "auditing.findings": "Audit AuditRow",
     "auditing.verdicts": "audit",
     "backends.backend": "Backend backend",
     "backends.explanation": "Explanation GraphReport",

@@ -19,7 +19,7 @@ _ADDS, _SUBTRACTS = ("add", "iadd", "__radd__"), ("sub", "isub", "subtract")
 _ORDER_KEPT = (
     "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "clone", "view_as", "unflatten", "ravel",
 )  # fmt: skip
-_OF_ONE = ("sum", "mean", "amax", "amin", "logsumexp", "cumsum", "nansum", "nanmean")  # the value itself, of one
+_OF_ONE = ("sum", "mean", "amax", "amin", "logsumexp", "nansum", "nanmean")  # the value itself, of one
 _SOFTMAXES = ("softmax", "log_softmax", "softmin")
 _RANDOM = (
     "dropout", "rand", "bernoulli", "multinomial", "normal", "exponential", "poisson", "gumbel", "rrelu", "fractional",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradrewrite.auditing.kept_state import kept_state
+from gradrewrite.auditing.kept_state import give_back, kept_state
 from gradrewrite.auditing.step_graphs import scalar_of
 from gradrewrite.backends.traced_step import ComputeLoss
 
@@ -69,7 +69,6 @@ def run_eager_steps(
         return found
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with contextlib.ExitStack() as stack:
-        args, kwargs = _as_leaves(args), _as_leaves(kwargs)
         state = stack.enter_context(kept_state(model, (args, kwargs), written))
         for tensor in read:
             if isinstance(tensor, Tensor) and tensor.is_leaf:
@@ -78,7 +77,9 @@ def run_eager_steps(
         for number in range(steps):
             found.num_steps += 1
             with torch.enable_grad():
-                loss = scalar_of(compute_loss(model, *args, **kwargs) if compute_loss else model(*args, **kwargs))
+                given, named_given = _without_graph(args), _without_graph(kwargs)  # a step may overwrite them
+                output = (compute_loss or type(model).__call__)(model, *given, **named_given)
+                loss = scalar_of(output)
             found.has_drawn |= state.has_drawn()
             if loss is None or not loss.requires_grad:
                 return found
@@ -121,13 +122,13 @@ def _is_rounding(name: str, sizes: Mapping[str, float], named: Mapping[str, nn.P
     return last == "bias" and 0 < sizes[name] <= limit * weight
 
 
-def _as_leaves(value: Any) -> Any:
+def _without_graph(value: Any) -> Any:
     """Return nested inputs without the graph of another model behind them."""
     if isinstance(value, Tensor):
-        return value if value.is_leaf else value.detach().requires_grad_()
+        return value if value.is_leaf else value.detach().requires_grad_().clone()
     if type(value) is dict:
-        return {key: _as_leaves(item) for key, item in value.items()}
-    return type(value)(map(_as_leaves, value)) if type(value) in (list, tuple) else value
+        return {key: _without_graph(item) for key, item in value.items()}
+    return type(value)(map(_without_graph, value)) if type(value) in (list, tuple) else value
 
 
 @contextlib.contextmanager
@@ -150,9 +151,8 @@ def _kept_values(named: Mapping[str, nn.Parameter]) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for p, value in before:
-                p.copy_(value)
+        for p, value in before:
+            give_back(p, value)
 
 
 def _move(named: Mapping[str, nn.Parameter]) -> None:

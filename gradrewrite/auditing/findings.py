@@ -48,7 +48,7 @@ class AuditRow:
         name: Its name, as ``model.named_parameters()`` has it.
         verdict: A key of ``VERDICTS``, which says what it means.
         op: Where the gradient stops, as ``"detach"``; ``""`` where it does not.
-        line: The user's line of that, ``file:line "code"``.
+        line: The user's line of that op, ``file:line "code"``.
         losses: Of several losses, or terms of a sum, those that train it, by op and line.
     """
 
@@ -65,7 +65,7 @@ class Audit:
 
     Attributes:
         causes: The faults, the gravest first; empty if all is well.
-        remarks: Sentences about what is no fault.
+        remarks: Notes that need no change.
         rows: One a parameter, in the order of ``model.named_parameters()``.
         model: Name of the model's class.
     """

@@ -91,7 +91,7 @@ NOTHING = Reach()
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss, or one of several losses: op and line, and the parameters behind it."""
+    """A term of the loss, or one of several losses."""
 
     op: str
     source: str
@@ -100,7 +100,7 @@ class Term:
 
 @dataclass(eq=False)
 class Segment:
-    """A reentrant checkpoint, a custom function or op: its gradients show in eager mode alone."""
+    """A reentrant checkpoint, a custom function or a custom op."""
 
     op: str
     source: str
@@ -140,12 +140,11 @@ class GradientFlow:
 
 
 def flow_of(step: StepGraphs, model: nn.Module) -> GradientFlow:
-    """Follow the parameters that need a gradient through the graphs of a step."""
+    """Follow the parameters through the graphs of a step."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     flow = GradientFlow([name for name, _ in named])
     by_name = {name: 1 << bit for bit, (name, _) in enumerate(named)}
-    seen = {key: name for graph in step.graphs for key, name in graph.names.items()}
-    bits = {key: by_name[name] for key, name in seen.items() if name in by_name}
+    bits = {key: by_name[name] for key, name in step.names.items() if name in by_name}
     if step.is_whole:
         reader = _Reader(flow, step.graphs[0])
         given = (Reach(bits.get(id(value), 0), bits.get(id(value), 0)) for value in step.graphs[0].inputs)
@@ -176,10 +175,9 @@ class _Parts:
         self._break = ("", "")
 
     def read(self, step: StepGraphs) -> None:
-        """Read the graphs in their order, each with its first call."""
+        """Read the calls of graphs in their order."""
         readers = []
-        for graph in step.graphs:
-            inputs, outputs = graph.calls[0]
+        for graph, inputs, outputs in step.calls:
             reader = _Reader(self._flow, graph)
             reader.begin([self._reach(value) for value in inputs])
             nodes = reader.read_all()
@@ -192,7 +190,7 @@ class _Parts:
                     if tensor.grad_fn is not None:
                         self._made[tensor.grad_fn] = reach
             self._break = graph.break_reason, graph.break_line
-            if graph.break_line:
+            if graph.break_line and all(graph.break_line != line for _, line, _ in self._flow.breaks):
                 self._flow.breaks.append((self._last.read, graph.break_line, graph.break_reason))
             readers.append((reader, outputs))
         losses = [t for t in tensors_in(step.loss) if t.is_floating_point()]
@@ -357,7 +355,7 @@ class _Reader:
             self.reach[alias] = result if name == "detach_" else self.reach.get(alias, NOTHING) | result
 
     def _number(self, node: fx.Node, name: str) -> Reach:
-        """Return the parameters behind a Python number; ``item`` cuts them off."""
+        """Return the parameters behind a Python number, with its cut."""
         if not isinstance(node.meta.get("example_value"), _NUMBERS) or _SHAPES_ALONE.fullmatch(name):
             return NOTHING
         before = _union(self.reach.get(one, NOTHING) for one in node.all_input_nodes)
@@ -370,7 +368,7 @@ class _Reader:
         return self._cut_off(cut, before)
 
     def _note_bridges(self, node: fx.Node) -> None:
-        """Note cuts behind a term of a sum; the others have the gradients."""
+        """Note cuts behind a term of a sum with other terms trained."""
         atoms = list(self.forms.atoms(node)) if len(node.all_input_nodes) > 1 else []
         reaches = [self.reach.get(atom, NOTHING) for atom in atoms]
         for number, reach in enumerate(reaches):
@@ -381,8 +379,8 @@ class _Reader:
                 cut.is_bridged |= not cut.stopped & ~others
 
     def _behind(self, node: fx.Node, name: str) -> tuple[int, Cut | None]:
-        """Return the trained bits behind an op, and the cut of the others."""
-        cut = Cut(name, source_of(node), "", 0, is_bridged=name in _DETACHING and _is_torch_s(node))
+        """Return the trained bits behind an op, and the cut."""
+        cut = Cut(name, source_of(node), "", 0, is_bridged=name in _DETACHING and _is_in_torch(node))
         stops = self._stop(node, name)
         if stops is not None:
             self.forms.read(node, is_opaque=True)
@@ -427,7 +425,7 @@ class _Reader:
         return (name, f"`{name}` returns a tensor without a gradient") if is_cut else None
 
     def _switched_off(self, node: fx.Node, name: str) -> tuple[str, str]:
-        """Return name and reason of an op where gradients are switched off."""
+        """Return name and reason of an op without gradient mode."""
         if _DISTRIBUTIONS.search(str(node.meta.get("stack_trace", ""))):
             return "sample", "`sample()` of a distribution draws under torch.no_grad()"
         mode = "inference_mode" if self._is_inference else "no_grad"
@@ -436,13 +434,13 @@ class _Reader:
     def _leaves(self, node: fx.Node) -> list[fx.Node]:
         """Return the placeholders behind a result of ``torch.autograd.grad``.
 
-        It is computed from them, and not from what is differentiated: a shift of that has no influence.
+        A shift of the differentiated value has no influence on the result.
         """
         leaves = _leaves_behind(tensors_in(node.meta.get("example_value")))
         return [given for given in self._gm.graph.find_nodes(op="placeholder") if id(fake_of(given)) in leaves]
 
     def _differentiable(self, node: fx.Node, name: str) -> tuple[Collection[fx.Node] | None, str]:
-        """Return the inputs with a gradient, None for all, and the reason of others."""
+        """Return the inputs with a gradient (None: all), and a reason."""
         if name == "apply":
             left_out = _inputs_without_gradient(node)
             given = [one for one in node.all_input_nodes if one not in left_out]
@@ -454,14 +452,14 @@ class _Reader:
         return _connected(node), f"`{name}` has no derivative by this input"
 
 
-def _is_torch_s(node: fx.Node) -> bool:
+def _is_in_torch(node: fx.Node) -> bool:
     """Whether the innermost line of a node is one of torch."""
     files = _FILES.findall(str(node.meta.get("stack_trace", "")))
     return bool(files) and files[-1].startswith(_TORCH)
 
 
 def _own_input(node: fx.Node, name: str) -> fx.Node | None:
-    """Return the input behind one result of an op that maps tensor by tensor."""
+    """Return the input behind one result of ``broadcast_tensors``, ``meshgrid`` and such."""
     made_of = node.args[0] if node.target is operator.getitem and len(node.args) == 2 else None
     if name not in _TENSOR_BY_TENSOR or not isinstance(made_of, fx.Node):
         return None
@@ -502,7 +500,7 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """Return the overwritten inputs of an op, the weight of an embedding included."""
+    """Return the overwritten inputs of an op."""
     if op_name(node) == "embedding" and node.op == "call_function":
         bound = dict(zip(_EMBEDDING, node.args, strict=False)) | node.kwargs
         weight = bound.get("weight")
@@ -540,7 +538,7 @@ def _inputs_without_gradient(node: fx.Node) -> list[fx.Node]:
 
 
 def _connected(node: fx.Node) -> list[fx.Node] | None:
-    """Return the differentiable inputs of an op by autograd; None if not known."""
+    """Return the differentiable inputs of an op, None if unknown."""
     targets: dict[Any, fx.Node] = {}
     made = list(tensors_in(node.meta.get("example_value")))
     if any(map(autograd.is_transformed, made)):

@@ -61,9 +61,26 @@ class KeptState:
             parameter.requires_grad = needs_gradient
         for tensor, gradient in self._gradients.items():
             tensor.grad = gradient
+        for tensor, value in self._values.items():
+            give_back(tensor, value)
+
+
+def give_back(tensor: Tensor, value: Tensor) -> None:
+    """Write a value into a tensor, if a bit differs.
+
+    A version tells less: BatchNorm writes without a new one, and a write of equal bits would spoil a graph that saved
+    the tensor.
+    """
+    if not torch.equal(_bytes_of(tensor), _bytes_of(value)):
         with torch.no_grad():
-            for tensor, value in self._values.items():  # BatchNorm writes without a new version
-                tensor.copy_(value)
+            tensor.copy_(value)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_sparse:
+        return plain.to_dense().contiguous().view(torch.uint8)
+    return plain.contiguous().flatten().view(torch.uint8)
 
 
 def _python_random_state() -> tuple[Any, Any]:

@@ -128,8 +128,8 @@ def _twice(audited: _Audited) -> Iterator[Cause]:
         yield Cause(
             "optimizer setting",
             f"gradient:{names[0]}",
-            text=f"{_count(names, 'parameter')} {_is_are(names)} in the optimizer more than once, each update moves "
-            f"{_them(names)} as often: {_listed(names)}.",
+            text=f"{_count(names, 'parameter')} {_is_are(names)} in the optimizer more than once: {_listed(names)}. "
+            f"Each update moves {_them(names)} once per entry.",
             advice="Pass each once: list({id(p): p for p in parameters}.values()).",
         )
 

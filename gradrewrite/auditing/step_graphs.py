@@ -26,16 +26,12 @@ class StepGraph:
     Attributes:
         gm: The graph.
         inputs: Its inputs, by placeholder.
-        calls: Inputs and outputs of its calls, op by op; empty where nothing ran.
-        names: Names of the parameters by identity, of sharded ones the whole tensors.
         break_line: The user's line that ended it, ``file:line "code"``; ``""`` if none did.
         break_reason: Dynamo's reason for that.
     """
 
     gm: fx.GraphModule
     inputs: tuple[Any, ...]
-    names: Mapping[int, str]
-    calls: list[tuple[Sequence[Any], Sequence[Any]]] = field(default_factory=list)
     break_line: str = ""
     break_reason: str = ""
 
@@ -46,16 +42,17 @@ class StepGraphs:
 
     Attributes:
         graphs: The graphs.
-        loss: What the step returned; None where it is one graph, which was not run.
+        names: Names of the parameters by identity, of sharded ones the whole tensors.
+        calls: Of several graphs the calls in execution order, with inputs and outputs.
+        loss: The result of the step; None where it is one graph, for that does not run.
+        is_whole: Whether the step is one graph.
     """
 
     graphs: list[StepGraph]
+    names: Mapping[int, str]
+    calls: list[tuple[StepGraph, Sequence[Any], Sequence[Any]]] = field(default_factory=list)
     loss: Any = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the step is one graph."""
-        return self.loss is None
+    is_whole: bool = True
 
 
 class _Traced(BaseException):  # not an Exception: torch wraps those
@@ -67,24 +64,23 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, state: KeptState | None) -> None:
         self.graphs: list[StepGraph] = []
+        self.calls: list[tuple[StepGraph, Sequence[Any], Sequence[Any]]] = []
         self._state = state
         with data_parallel.unsharded(model.modules()):
-            self._names = {id(p): name for name, p in model.named_parameters()}
+            self.names = {id(p): name for name, p in model.named_parameters()}
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         reason, stack = dynamo.graph_break_of(gm) or ("", ())
         told = reason.partition("\n")[0]
-        graph = StepGraph(gm, tuple(inputs), self._names, break_line=user_line(stack), break_reason=told)
+        graph = StepGraph(gm, tuple(inputs), break_line=user_line(stack), break_reason=told)
+        self.graphs.append(graph)
         if self._state is None:
-            self.graphs.append(graph)
             raise _Traced
         self._state.add(t for t in inputs if isinstance(t, Tensor))
 
         def run(*given: Any) -> Any:
-            if not graph.calls:  # in the order of execution
-                self.graphs.append(graph)
             outputs = gm(*given)
-            graph.calls.append((given, outputs))
+            self.calls.append((graph, given, outputs))
             return outputs
 
         return run
@@ -138,7 +134,8 @@ def _traced(
             loss = compiled(model, args, dict(kwargs))
             if is_sharded(model) and (scalar := scalar_of(loss)) is not None:
                 scalar.backward()  # behind which FSDP2 takes parameters apart again
-    return StepGraphs(recorder.graphs, loss)
+    is_one_graph = is_whole and bool(recorder.graphs)  # a step without an op has none
+    return StepGraphs(recorder.graphs, recorder.names, recorder.calls, loss, is_one_graph)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -157,9 +154,13 @@ def loss_in(output: Any) -> Any:
 def scalar_of(output: Any) -> Tensor | None:
     """Return the loss in an output, or a weighted sum of its values.
 
-    None without differentiable ones. The weights are random, as the sum of a softmax is constant.
+    None without differentiable ones; TypeError without tensors. The weights are random, for the sum of a softmax is
+    constant.
     """
     loss = loss_in(output)
+    if next(tensors_in(loss), None) is None:
+        kind = type(loss).__name__
+        raise TypeError(f"gr.audit: the loss is a tensor, got {kind}; let compute_loss, or the model, return it")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     tensors = [t for t in tensors_in(loss) if t.requires_grad]

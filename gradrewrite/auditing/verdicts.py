@@ -24,6 +24,7 @@ from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.parameter_watch import unwatched
 from gradrewrite.backends.traced_step import ComputeLoss
 from gradrewrite.diagnostics.causes import Cause
+from gradrewrite.policy.numbers import python_number
 
 STEPS = 3
 _NAMED = 5
@@ -89,8 +90,23 @@ def audit(
         >>> [(row.name, row.verdict, row.op) for row in found.rows][:2]
         [('choose.weight', 'no gradient', 'argmax'), ('choose.bias', 'no gradient', 'argmax')]
     """
+    return audit_call(model, args, kwargs, compute_loss=compute_loss, optimizer=optimizer, trained=trained, steps=steps)
+
+
+def audit_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    compute_loss: ComputeLoss | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    trained: str | Sequence[str] | None,
+    steps: Any,
+) -> Audit:
+    """Audit a step with any names of inputs; see ``audit``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"gr.audit takes an nn.Module, got {type(model).__name__}")
+    steps = python_number(steps)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ValueError(f"gr.audit: steps is a whole number >= 0, got {steps!r}")
     state = state_of(model)
@@ -138,7 +154,7 @@ def _patterns(trained: str | Sequence[str] | None, model: nn.Module) -> tuple[st
 
 
 def _watched(model: nn.Module) -> set[str]:
-    """Return parameters with hooks, and embeddings with padding: rows may be frozen."""
+    """Return parameters with rows that may be frozen."""
     hooked = {name for name, p in model.named_parameters() if p._backward_hooks}
     padded = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None)
     return hooked | {f"{name}.weight" if name else "weight" for name in padded}
@@ -173,6 +189,10 @@ class _Judge:
         self._against_eager(rows)
         self._unasked(rows)
         self._note_others(rows)
+        if not self._causes and not any(row.verdict in (*WITH_GRADIENT, "frozen") for row in rows) and rows:
+            names = [row.name for row in rows]
+            text = f"{_get(names)} no gradient: no path leads from the loss to a parameter."
+            self._fault("no gradient", names, "", text, "Return the loss as a tensor that is computed from them.")
         causes = [*self._causes]
         if optimizer is not None:
             got = [row.name for row in rows if row.verdict in WITH_GRADIENT]
@@ -196,7 +216,7 @@ class _Judge:
         loss, ran = self._flow.loss, self._eager.num_steps > 0
         losses = tuple(_term_text(term) for term in self._flow.terms if term.reach.trained & bit)
         cuts = [cut for cut in self._cuts if cut.stopped & bit]
-        cut = min(cuts, key=lambda cut: (cut.is_meant, cut.is_discrete), default=None)
+        cut = min(cuts, key=lambda cut: (cut.is_meant, cut.is_bridged, cut.is_discrete), default=None)
         op, line = ("", "") if cut is None else (cut.op, cut.source)
         if not loss.trained & bit:
             return self._cut_off(name, cut, "no gradient" if loss.read & bit else "unused")
@@ -205,7 +225,9 @@ class _Judge:
             return AuditRow(name, fate, losses=losses)
         if name not in self._eager.got:
             return self._compiled_only(name, bit, losses)
-        if cut is not None and not cut.is_discrete:  # the other way hands on 0, as a selection of other elements
+        if cut is not None and not (
+            cut.is_discrete or cut.is_bridged or cut.is_meant
+        ):  # the other way hands on 0, as a selection of other elements
             return AuditRow(name, "no gradient", op, line)
         return AuditRow(name, "zero so far", losses=losses)
 
@@ -230,7 +252,7 @@ class _Judge:
 
     def _varies(self, name: str) -> bool:
         """Whether calls may take other branches; note the parameter."""
-        if not self._eager.has_drawn and self._step.is_whole:
+        if not self._eager.has_drawn:
             return False
         self._varying.append(name)
         return True
@@ -250,17 +272,17 @@ class _Judge:
                 self._fault("no gradient", names, line, text, _advice(op, reason))
         frozen = [row.name for row in rows if row.verdict == "frozen" and self._is_named(row.name)]
         if self._patterns is not None and frozen:
-            text = f"{_are(frozen)} to be trained, and frozen: requires_grad is False."
-            self._fault("no gradient", frozen, "", text, "Call requires_grad_() of them before the optimizer is made.")
+            text = f"{_subject(frozen)} should be trained (trained=), and requires_grad is False."
+            self._fault("no gradient", frozen, "", text, "Call requires_grad_() on them before the optimizer is made.")
         unread = [row.name for row in rows if row.verdict == "unused"]
         wanted = [name for name in unread if self._patterns is not None and self._is_named(name)]
         if wanted:
-            text = f"{_are(wanted)} to be trained, and the loss is computed without {_them(wanted)}."
+            text = f"{_subject(wanted)} should be trained (trained=), and the loss is computed without {_them(wanted)}."
             self._fault("no gradient", wanted, "", text, "Use them in the forward, or take them out of trained=.")
         self._note_unread([name for name in unread if name not in wanted])
 
     def _without_left_out(self, op: str, line: str, reason: str, names: list[str]) -> list[str]:
-        """Return parameters without those that a cut and the optimizer leave out alike."""
+        """Leave out parameters that are cut off and not optimized."""
         if op not in _ON_PURPOSE or self._held is None or self._patterns is not None:
             return names
         left_out = [name for name in names if id(self._named[name]) not in self._held]
@@ -294,12 +316,18 @@ class _Judge:
         for (op, line), names in alike.items():
             where = f": `{op}` hands on none when it is traced" if op else ""
             text = f"{_get(names)} a gradient in eager mode, and none under torch.compile{where}."
-            self._fault("no gradient", names, line, text, "Let the line be the same in both modes.")
+            self._fault(
+                "no gradient",
+                names,
+                line,
+                text,
+                "Look for a branch on torch.compiler.is_compiling() at or before the line, and remove it.",
+            )
 
     def _unasked(self, rows: Sequence[AuditRow]) -> None:
         if self._patterns is None:
             return
-        names = [row.name for row in rows if row.verdict in ("trained", "compiled only", "zero so far", "eager only")]
+        names = [row.name for row in rows if row.verdict in (*WITH_GRADIENT, "compiled only", "eager only")]
         names = [name for name in names if not self._is_named(name)]
         if names:
             text = f"{_get(names)} a gradient, and trained={', '.join(map(repr, self._patterns))} does not name them."
@@ -343,7 +371,7 @@ class _Judge:
             told.update(names)
 
     def _note_partial_cuts(self, rows: Sequence[AuditRow]) -> None:
-        """Note the ops that stop gradients of parameters with another way to the loss."""
+        """Note ops at the end of one of several paths."""
         told = " ".join(self._remarks)
         found: dict[tuple[str, str], int] = defaultdict(int)
         cut_off = {row.name for row in rows if row.verdict == "no gradient"}
@@ -400,11 +428,11 @@ _FREEZE = "or freeze the parameters (requires_grad_(False)) if they are not to b
 _CHOICE = "Choose softly (softmax, gumbel_softmax(hard=True)), or hand the gradient on: soft + (hard - soft).detach()."
 _ADVICE = {
     "detach": f"Take the detach() out, {_FREEZE}.",
-    ".data": f"Use the tensor itself in the place of .data, {_FREEZE}.",
+    ".data": f"Use the tensor itself instead of .data, {_FREEZE}.",
     "no_grad": f"Compute it outside of torch.no_grad(), {_FREEZE}.",
     "inference_mode": f"Compute it outside of torch.inference_mode(), {_FREEZE}.",
-    "requires_grad_": "Leave requires_grad as it is in the forward, or name the parameters to be trained: trained=.",
-    "item": f"Compute with the tensor itself in the place of the number, {_FREEZE}.",
+    "requires_grad_": "Do not call it in the forward: detach() the value, or freeze parameters before the training.",
+    "item": f"Compute with the tensor itself instead of the number, {_FREEZE}.",
     "tensor": f"Use the tensor itself, or torch.stack of several: torch.tensor copies values alone, {_FREEZE}.",
     "sample": "Call rsample() where the distribution has it, or add log_prob(sample) times the reward to the loss.",
     "normal": "Draw mean + std * torch.randn_like(mean).",
@@ -437,5 +465,5 @@ def _advice(op: str, reason: str) -> str:
     if "one element" in reason or "one class" in reason:
         return "Look at the dimension: it has one element, so that nothing is left to be learned."
     if "cancel" in reason or "divided by itself" in reason:
-        return "Look at the line: what it is given has no influence. A copy that is to be constant is x.detach()."
+        return "The inputs of this line have no influence. If one term should be constant, detach it: x.detach()."
     return f"Look at the line, {_FREEZE}."

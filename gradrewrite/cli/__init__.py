@@ -150,7 +150,7 @@ def _add_trainings(commands: _Commands) -> None:
     audit.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")
     audit.add_argument("--input", required=True, metavar="module:batch", help="makes one batch, or is one")
     loss = "(model, *args, **kwargs) -> scalar (default: what the model returns)"
-    audit.add_argument("--loss", metavar="module:compute_loss", help=loss)
+    audit.add_argument("--compute-loss", metavar="module:compute_loss", help=loss)
     audit.add_argument("--optimizer", metavar="module:optimizer", help="makes it from parameters (default: none)")
     audit.add_argument("--trained", nargs="+", metavar="PATTERN", help="names meant to be trained, as '*.lora_*'")
     audit.add_argument("--steps", type=int, default=3, help="eager steps at most; 0 runs nothing (default: 3)")

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from gradrewrite._diagnosis import diagnose as diagnosis_of
-from gradrewrite.auditing.verdicts import audit as audit_of
+from gradrewrite.auditing.verdicts import audit_call
+from gradrewrite.backends.traced_step import arguments_of
 from gradrewrite.cli.loading import load, made
 from gradrewrite.cli.messages import Refused, split_ending
 
@@ -44,14 +45,13 @@ def diagnose(options: argparse.Namespace) -> None:
 def audit(options: argparse.Namespace) -> int:
     """Print the audit of a training step; return 1 if it has faults, else 0."""
     model = made(options.model, "the model", nn.Module)
-    given = made(options.input, "the batch", (Tensor, tuple, Mapping))
-    args = given if isinstance(given, tuple) else () if isinstance(given, Mapping) else (given,)
-    kwargs = given if isinstance(given, Mapping) else {}
-    loss = load(options.loss, "the loss") if options.loss is not None else None
+    batch = made(options.input, "the batch", (Tensor, tuple, list, Mapping))
+    loss = load(options.compute_loss, "the loss") if options.compute_loss is not None else None
     optimizer = load(options.optimizer, "the optimizer") if options.optimizer is not None else None
+    args, kwargs = arguments_of(model, batch, has_loss=False)
     settings = {"compute_loss": loss, "optimizer": optimizer, "trained": options.trained, "steps": options.steps}
     try:
-        found = audit_of(model, *args, **settings, **kwargs)
+        found = audit_call(model, args, kwargs, **settings)
     except (TypeError, ValueError) as err:
         raise Refused(str(err)) from err
     print(json.dumps(found.to_json(), indent=1, allow_nan=False) if options.json else found)

@@ -81,6 +81,7 @@ NO_CONSTANTS: dict[str, Step] = {
     "reversed": lambda a, b: (a - a.flip(0)).square().sum() + b.sum(),
     "other numbers": lambda a, b: (a.clamp(min=0.1) - a.clamp(min=0.2) + b).sum(),
     "sum over all": lambda a, b: (a - a.mean(-1, keepdim=True)).square().sum() + b.sum(),
+    "exclusive sums": lambda a, b: (a.cumsum(-1) - a + b).sum(),
     "softmax of four": lambda a, b: (a.softmax(-1) * b).sum(),
 }
 

@@ -141,7 +141,7 @@ def test_a_parameter_held_twice_moves_twice() -> None:
 
     assert torch.allclose(model.weight, before - 2)
     assert cause.kind == "optimizer setting"
-    assert cause.text == "1 parameter is in the optimizer more than once, each update moves it as often: weight."
+    assert cause.text == "1 parameter is in the optimizer more than once: weight. Each update moves it once per entry."
 
 
 def test_idle_parameters_are_remarks() -> None:

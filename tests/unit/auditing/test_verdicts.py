@@ -337,3 +337,106 @@ def test_bad_arguments_are_refused() -> None:
         gr.audit(model, X, steps=-1)
     with pytest.raises(ValueError, match=r"trained='\*lora\*' matches no parameter; nearest: "):
         gr.audit(model, X, trained="*lora*")
+
+
+def test_a_backward_that_waits_is_not_spoiled() -> None:
+    """Saved buffers and inputs keep their versions."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    loss = model(X).square().sum()
+    gr.audit(model, X)
+    loss.backward()
+
+    assert model[0].weight.grad is not None
+
+
+def test_expanded_buffers_are_given_back() -> None:
+    class Expanded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("ones", torch.ones(1).expand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            print(end="")  # a graph break
+            return (self.linear(x) * self.ones).square().mean()
+
+    assert gr.audit(Expanded(), X).causes == ()
+
+
+def test_a_straight_through_estimator_in_front_of_dead_units_is_no_fault() -> None:
+    def join(policy: Tensor, value: Tensor) -> Tensor:
+        passed = value + (value.round() - value).detach()
+        return policy.sum() + (passed - 100).relu().sum()
+
+    found = gr.audit(Branches(join), X)
+
+    assert found.causes == ()
+    assert verdicts(found)["value.weight"] == "zero so far"
+
+
+def test_layers_that_share_one_graph_are_all_followed() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            print(end="")  # a graph break
+            return self.linear(x) * self.gate(x).detach()
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    found = verdicts(gr.audit(Stack(), X))
+
+    assert {name for name, verdict in found.items() if verdict == "no gradient"} == {
+        f"layers.{n}.gate.{kind}" for n in range(3) for kind in ("weight", "bias")
+    }
+    assert {verdict for name, verdict in found.items() if ".linear." in name} == {"trained"}
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"), [(lambda p, v: None, "NoneType"), (lambda p, v: p.sum().item(), "float")]
+)
+def test_a_loss_that_is_no_tensor_is_refused(joined: Callable[[Tensor, Tensor], Any], kind: str) -> None:
+    with pytest.raises(TypeError, match=f"the loss is a tensor, got {kind}; let compute_loss, or the model, return it"):
+        gr.audit(Branches(joined), X)
+
+
+def test_a_loss_without_a_path_to_a_parameter_is_a_fault() -> None:
+    found = gr.audit(Branches(lambda p, v: torch.ones(3).sum()), X)
+
+    (cause,) = found.causes
+    assert "no path leads from the loss to a parameter" in cause.text
+
+
+def test_an_input_of_another_model_may_be_overwritten() -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mul_(2)).square().mean()
+
+    given = nn.Linear(4, 4)(X)
+    before = given.detach().clone()
+
+    assert gr.audit(Doubles(), given).causes == ()
+    assert torch.equal(given, before)
+
+
+def test_a_bias_that_rounding_errors_move_is_trained_unasked() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    loss = lambda m, x: (m(x) - x[:, :1]).square().mean()  # noqa: E731
+    found = gr.audit(model, X.double(), compute_loss=loss, trained=["1.*", "2.*", "0.weight"])
+
+    assert [(cause.kind, cause.site) for cause in found.causes] == [("trained unasked", "gradient:0.bias")]
