@@ -1,4 +1,4 @@
-"""Linear forms of the values of a Dynamo graph: terms that cancel, constants by algebra."""
+"""Linear forms of the values of a Dynamo graph."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LinearForms:
     _atoms: dict[Any, int] = field(default_factory=dict)  # by op and inputs
 
     def read(self, node: fx.Node, *, is_opaque: bool = False) -> Constant | None:
-        """Read a node behind its inputs; return its reason to be a constant.
+        """Read a node behind its inputs; return a constant.
 
         ``is_opaque``: it stops gradients, and is an atom.
         """
@@ -77,7 +77,7 @@ class LinearForms:
         return not self._forms.get(node, {}).keys() <= {_NUMBER}
 
     def atoms(self, node: fx.Node) -> Mapping[fx.Node, float]:
-        """Return the coefficients of a value by the nodes of its atoms."""
+        """Return the coefficients of a value by node."""
         form = self._forms.get(node, {})
         return {self.nodes[atom]: factor for atom, factor in form.items() if atom != _NUMBER}
 
@@ -170,7 +170,7 @@ _DIVISIONS = ("div", "truediv", "divide", "true_divide", "itruediv")
 
 
 def _has_unknown_sizes(node: fx.Node) -> bool:
-    """Whether a size of the node or of its inputs depends on values."""
+    """Whether a size depends on values."""
     fakes = map(fake_of, (node, *node.all_input_nodes))
     return any(fake is not None and fake_tensors.has_unknown_size(fake) for fake in fakes)
 
@@ -181,7 +181,7 @@ def _shape(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def storage_of(fake: Tensor | None) -> int | None:
-    """Return a key of the memory of a fake tensor; None if it has none of its own."""
+    """Return a key of a fake tensor's memory, or None."""
     if fake is None or fake.layout is not torch.strided or autograd.is_transformed(fake):
         return None
     return fake_tensors.storage_key(fake)
@@ -204,7 +204,7 @@ def _is_zero_product(node: fx.Node) -> bool:
 
 
 def _keeps_values(node: fx.Node) -> bool:
-    """Whether an op keeps the elements of its first input, in order."""
+    """Whether an op keeps its first input, element by element."""
     name, given = op_name(node), node.args[0]
     fake, made = (fake_of(given) if isinstance(given, fx.Node) else None), fake_of(node)
     if fake is None or made is None or fake.numel() != made.numel() or fake.dtype != made.dtype:
@@ -226,7 +226,7 @@ def _constant_of(node: fx.Node) -> Constant | None:
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call by position, behind the input, or by name."""
+    """Return an argument of a call by position or name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 

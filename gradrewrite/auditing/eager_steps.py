@@ -115,7 +115,7 @@ def _note(found: EagerSteps, named: Mapping[str, nn.Parameter], keep: Collection
 
 
 def _is_rounding(name: str, sizes: Mapping[str, float], named: Mapping[str, nn.Parameter]) -> bool:
-    """Whether the gradient of a bias is a rounding error of its weight's."""
+    """Whether the gradient of a bias is a rounding error."""
     module, _, last = name.rpartition(".")
     weight = sizes.get(f"{module}.weight" if module else "weight", math.nan)
     limit = _ROUNDING.get(named[name].dtype, 0.0)

@@ -99,7 +99,7 @@ class Audit:
 
     @staticmethod
     def _legend(rows: Sequence[AuditRow]) -> str:
-        """Return the meaning of the verdicts on some parameters, one a line."""
+        """Return the meaning of verdicts, one a line."""
         present = {row.verdict for row in rows}
         return "\n".join(f"{verdict}: {meaning}." for verdict, meaning in VERDICTS.items() if verdict in present)
 

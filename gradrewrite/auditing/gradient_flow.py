@@ -202,7 +202,7 @@ class _Parts:
                     _note_terms(self._flow, reader, [node])
 
     def _reach(self, value: Any) -> Reach:
-        """Return the parameters behind an input of a graph, or the loss."""
+        """Return the parameters behind an input or the loss."""
         if not isinstance(value, Tensor):
             return NOTHING
         if id(value) in self._bits:
@@ -368,7 +368,7 @@ class _Reader:
         return self._cut_off(cut, before)
 
     def _note_bridges(self, node: fx.Node) -> None:
-        """Note cuts behind a term of a sum with other terms trained."""
+        """Note cuts behind a term beside trained ones."""
         atoms = list(self.forms.atoms(node)) if len(node.all_input_nodes) > 1 else []
         reaches = [self.reach.get(atom, NOTHING) for atom in atoms]
         for number, reach in enumerate(reaches):
@@ -407,7 +407,7 @@ class _Reader:
         return trained, cut
 
     def _stop(self, node: fx.Node, name: str) -> tuple[str, str] | None:
-        """Return name and reason of an op without a gradient; None otherwise."""
+        """Return name and reason of an op without a gradient."""
         made = list(tensors_in(node.meta.get("example_value")))
         is_mapped = any(map(autograd.is_transformed, made))  # inside of a vmap, where fake tensors need no gradient
         if not is_mapped and (not self._has_gradients or self._is_inference):

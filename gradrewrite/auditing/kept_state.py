@@ -15,7 +15,7 @@ from gradrewrite._utils.tensors import kept_random_state, tensors_in
 
 
 class KeptState:
-    """The state of a model and of tensors that a step may change.
+    """The state of a model and of further tensors.
 
     Gradients of leaves are taken off, and given back by ``restore``; values are copied of buffers, and of the leaves
     with an identity in ``written`` (None: of all). Buffers that the forward replaces, ``training`` and
@@ -33,7 +33,7 @@ class KeptState:
         self.add(model.parameters())
 
     def add(self, tensors: Iterable[Tensor], *, are_written: bool = False) -> None:
-        """Keep further tensors; of others than leaves only those that are written."""
+        """Keep further leaves, and written tensors."""
         for t in tensors:
             if t in self._gradients or t in self._values or not (t.is_leaf or are_written):
                 continue
@@ -90,7 +90,7 @@ def _python_random_state() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def kept_state(model: nn.Module, given: Any, written: Collection[int] | None = None) -> Iterator[KeptState]:
-    """Restore a model, its inputs and the random state behind the block."""
+    """Restore a model, inputs and random state behind the block."""
     state = KeptState(model, written)
     state.add(tensors_in(given))
     try:

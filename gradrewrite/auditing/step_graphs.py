@@ -1,4 +1,4 @@
-"""Graphs of a training step, forward and loss, as Dynamo traces them."""
+"""Dynamo graphs of a training step, forward and loss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Traced(BaseException):  # not an Exception: torch wraps those
 
 
 class _Recorder:
-    """A backend for keeping Dynamo graphs; with a kept state it runs several."""
+    """A backend for keeping Dynamo graphs, and running several."""
 
     def __init__(self, model: nn.Module, state: KeptState | None) -> None:
         self.graphs: list[StepGraph] = []
@@ -89,7 +89,7 @@ class _Recorder:
 def trace_step(
     model: nn.Module, compute_loss: ComputeLoss | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> StepGraphs:
-    """Trace forward and loss of a model; several graphs run op by op.
+    """Trace forward and loss; several graphs run op by op.
 
     Errors of the model itself pass through; TraceError if torch cannot trace it.
     """
@@ -152,7 +152,7 @@ def loss_in(output: Any) -> Any:
 
 
 def scalar_of(output: Any) -> Tensor | None:
-    """Return the loss in an output, or a weighted sum of its values.
+    """Return the loss in an output, or a weighted sum.
 
     None without differentiable ones; TypeError without tensors. The weights are random, for the sum of a softmax is
     constant.

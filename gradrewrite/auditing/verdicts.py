@@ -302,7 +302,7 @@ class _Judge:
             self._remarks.append(f"{text}.")
 
     def _break_behind(self, name: str) -> tuple[str, str]:
-        """Return line and reason of the graph break behind a parameter, if any."""
+        """Return line and reason of a graph break behind a parameter."""
         bit = self._bits[name]
         return next(((line, reason) for mask, line, reason in self._flow.breaks if mask & bit), ("", ""))
 
@@ -351,7 +351,7 @@ class _Judge:
         self._note_partial_cuts(rows)
 
     def _note_terms(self) -> None:
-        """Note parameters with a cut on the way to one of several losses."""
+        """Note parameters without the gradient of one of several losses."""
         found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for name, bit in self._bits.items():
             own = [term for term in self._flow.terms if term.reach.trained & bit]

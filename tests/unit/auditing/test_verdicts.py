@@ -403,9 +403,7 @@ def test_layers_that_share_one_graph_are_all_followed() -> None:
     assert {verdict for name, verdict in found.items() if ".linear." in name} == {"trained"}
 
 
-@pytest.mark.parametrize(
-    ("returned", "kind"), [(lambda p, v: None, "NoneType"), (lambda p, v: p.sum().item(), "float")]
-)
+@pytest.mark.parametrize(("joined", "kind"), [(lambda p, v: None, "NoneType"), (lambda p, v: p.sum().item(), "float")])
 def test_a_loss_that_is_no_tensor_is_refused(joined: Callable[[Tensor, Tensor], Any], kind: str) -> None:
     with pytest.raises(TypeError, match=f"the loss is a tensor, got {kind}; let compute_loss, or the model, return it"):
         gr.audit(Branches(joined), X)
