@@ -149,8 +149,8 @@ def _add_trainings(commands: _Commands) -> None:
     audit = commands.add_parser("audit", help="list the parameters that a training step does not train, and say why")
     audit.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")
     audit.add_argument("--input", required=True, metavar="module:batch", help="makes one batch, or is one")
-    loss = "(model, *args, **kwargs) -> scalar (default: what the model returns)"
-    audit.add_argument("--compute-loss", metavar="module:compute_loss", help=loss)
+    audit.add_argument("--loss", metavar="module:loss", help="(output, batch) -> scalar (default: the output)")
+    audit.add_argument("--compute-loss", metavar="module:function", help="(model, *args, **kwargs) -> scalar")
     audit.add_argument("--optimizer", metavar="module:optimizer", help="makes it from parameters (default: none)")
     audit.add_argument("--trained", nargs="+", metavar="PATTERN", help="names meant to be trained, as '*.lora_*'")
     audit.add_argument("--steps", type=int, default=3, help="eager steps at most; 0 runs nothing (default: 3)")

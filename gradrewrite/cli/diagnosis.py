@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from gradrewrite._diagnosis import diagnose as diagnosis_of
 from gradrewrite.auditing.verdicts import audit_call
-from gradrewrite.backends.traced_step import arguments_of
+from gradrewrite.backends.traced_step import ComputeLoss, TrainingStep, arguments_of
 from gradrewrite.cli.loading import load, made
 from gradrewrite.cli.messages import Refused, split_ending
 
@@ -46,12 +47,11 @@ def audit(options: argparse.Namespace) -> int:
     """Print the audit of a training step; return 1 if it has faults, else 0."""
     model = made(options.model, "the model", nn.Module)
     batch = made(options.input, "the batch", (Tensor, tuple, list, Mapping))
-    loss = load(options.compute_loss, "the loss") if options.compute_loss is not None else None
     optimizer = load(options.optimizer, "the optimizer") if options.optimizer is not None else None
-    args, kwargs = arguments_of(model, batch, has_loss=False)
-    settings = {"compute_loss": loss, "optimizer": optimizer, "trained": options.trained, "steps": options.steps}
+    args, kwargs, compute_loss = _step_of(options, model, batch)
+    settings = {"optimizer": optimizer, "trained": options.trained, "steps": options.steps}
     try:
-        found = audit_call(model, args, kwargs, **settings)
+        found = audit_call(model, args, kwargs, compute_loss=compute_loss, **settings)
     except (TypeError, ValueError) as err:
         raise Refused(str(err)) from err
     print(json.dumps(found.to_json(), indent=1, allow_nan=False) if options.json else found)
@@ -61,3 +61,17 @@ def audit(options: argparse.Namespace) -> int:
         except OSError as err:
             raise Refused(f"cannot write {options.out}: {err.strerror}; choose another path with --out") from err
     return 1 if found.causes else 0
+
+
+def _step_of(
+    options: argparse.Namespace, model: nn.Module, batch: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], ComputeLoss | None]:
+    """Return the arguments of a training step, and its loss, if one is named."""
+    given = [options.loss, options.compute_loss]
+    loss, compute_loss = (None if one is None else load(one, "the loss") for one in given)
+    if loss is not None and compute_loss is not None:
+        raise Refused("--loss and --compute-loss are two ways to name one loss; give one")
+    if loss is compute_loss is None:
+        return *arguments_of(model, batch, has_loss=False), None
+    step = TrainingStep(loss, compute_loss)
+    return *step.arguments(model, batch), step.function(model)

@@ -40,6 +40,15 @@ def batch():
 
 def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
+
+def layer():
+    return nn.Linear(2, 2)
+
+def loss(output, batch):
+    return (output.detach() - batch).square().mean()
+
+def compute_loss(model, x):
+    return (model(x) - x).square().mean()
 """
 
 
@@ -69,5 +78,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert main(["audit", "models_to_audit:sound", *given, "--trained", "a.*"]) == 1
     assert main(["audit", "models_to_audit:sound", *given, "--json", "--steps", "0"]) == 0
     assert '"verdict": "trained"' in capsys.readouterr().out
+    assert main(["audit", "models_to_audit:layer", *given, "--loss", "models_to_audit:loss"]) == 1
+    assert main(["audit", "models_to_audit:layer", *given, "--compute-loss", "models_to_audit:compute_loss"]) == 0
     assert main(["audit", "models_to_audit:sound", *given, "--trained", "lora"]) == 2
     assert "trained='lora' matches no parameter" in capsys.readouterr().err

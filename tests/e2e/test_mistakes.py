@@ -544,7 +544,9 @@ MISTAKES = {
         KeyError,
         r"nearest: gradient:0\.weight",
     ),
-    "monitor: kept what": Mistake(lambda: model().monitor.kept("tensors"), ValueError, "kept.what. is one of 'tensor'"),
+    "monitor: kept what": Mistake(
+        lambda: model().monitor.kept("tensors"), ValueError, "kept.what. is what Keep keeps, or a name under which"
+    ),
     "monitor: log too early": Mistake(
         lambda: model(OBSERVED).monitor.log("loss", 1.0), RuntimeError, r"after loss\.backward\(\)"
     ),
