@@ -449,7 +449,11 @@ class _Reader:
             return None, ""
         if node.target is torch.autograd.grad:
             return self._leaves(node), f"`{name}` does not depend on it"
-        return _connected(node), f"`{name}` has no derivative by this input"
+        found = _connected(node)
+        if found is not None:  # the autograd node of an input that is overwritten later is another one by now
+            written = [one for one in node.all_input_nodes if storage_of(fake_of(one)) in self._written]
+            found += [one for one in written if one not in found and _needs_gradient(one)]
+        return found, f"`{name}` has no derivative by this input"
 
 
 def _is_in_torch(node: fx.Node) -> bool:

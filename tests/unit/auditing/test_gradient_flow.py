@@ -40,6 +40,13 @@ def in_place_without_gradient(a: Tensor, b: Tensor) -> Tensor:
     return h.sum()
 
 
+def overwritten_later(a: Tensor, b: Tensor) -> Tensor:
+    h = a * 2
+    read = h + b
+    h.add_(1)
+    return read.sum()
+
+
 def straight_through(a: Tensor, b: Tensor) -> Tensor:
     return ((a + (a.round() - a).detach()) * b).sum()
 
@@ -72,6 +79,7 @@ CASES: dict[str, tuple[Step, str, str]] = {
     "in place": (in_place, "ab", "ab"),
     "in place, through a view": (through_a_view, "ab", "ab"),
     "in place, without a gradient": (in_place_without_gradient, "ab", "a"),
+    "overwritten later": (overwritten_later, "ab", "ab"),
     "straight through": (straight_through, "ab", "ab"),
     "a difference to a copy": (lambda a, b: (a - a.detach()).sum() + b.sum(), "ab", "ab"),
     "a checkpoint": (through_a_checkpoint, "ab", "a"),
