@@ -13,27 +13,39 @@ from torch import nn
 
 from gradrewrite._utils.tensors import kept_random_state
 
-_MOST = 1000  # items of a container that is restored: metrics, no data set
+_MOST = 1000  # items of a container that is copied: metrics, no data set
 
 
 @contextlib.contextmanager
 def kept_attributes(owner: Any) -> Iterator[None]:
-    """Restore the attributes of an object, and the containers inside."""
-    before = [(found, copy.copy(found)) for found in _containers(vars(owner), set())]
+    """Restore the attributes of an object, and the containers inside.
+
+    Lists of more than 1,000 items lose the items that were appended; larger dicts stay as the block leaves them.
+    """
+    found = [*_containers(vars(owner), set())]
+    before = [(one, copy.copy(one) if len(one) <= _MOST else None, len(one)) for one in found]
     try:
         yield
     finally:
-        for container, items in before:
-            container.clear()
-            (container.update if isinstance(container, dict) else container.extend)(items)
+        for container, items, number in before:
+            if items is not None:
+                container.clear()
+                (container.update if isinstance(container, dict) else container.extend)(items)
+            elif isinstance(container, list):
+                del container[number:]
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield a dict or a list, and the nested ones."""
-    if not isinstance(value, dict | list) or id(value) in seen or len(value) > _MOST:
+    """Yield a dict or a list, and the nested ones.
+
+    The items of large containers are not searched.
+    """
+    if not isinstance(value, dict | list) or id(value) in seen:
         return
     seen.add(id(value))
     yield value
+    if len(value) > _MOST:
+        return
     for item in value.values() if isinstance(value, dict) else value:
         yield from _containers(item, seen)
 

@@ -33,7 +33,19 @@ def test_attributes_and_the_items_of_containers() -> None:
     assert (owner.number, dict(owner.metrics)) == (1, {"train": {"loss": [1.0]}})
     assert owner.metrics["train"]["loss"] is losses
     assert not hasattr(owner, "other")
-    assert owner.data is data  # too long to be looked at
+    assert owner.data is data
+    assert len(data) == 2000  # too long to be copied
+
+
+def test_a_list_that_grows_beyond_the_copied_length() -> None:
+    owner = Owner()
+    owner.metrics["train"]["loss"] = [1.0] * 1000
+    with kept_attributes(owner):
+        owner.metrics["train"]["loss"] += [2.0] * 5
+        owner.data[0] = 3
+
+    assert owner.metrics["train"]["loss"] == [1.0] * 1000
+    assert owner.data[0] == 3  # items of a long list are not restored
 
 
 def test_a_module_keeps_its_parameters() -> None:
