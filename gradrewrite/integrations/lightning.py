@@ -93,13 +93,21 @@ def diagnose(
 
 def _loss_of(module: LightningModule) -> ComputeLoss:
     """Return a module's training step as a function of model, batch and number."""
-    takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
+    takes_index = _takes_index(module)
 
     def compute_loss(model: LightningModule, batch: Any, batch_idx: int) -> Any:
         output = model.training_step(batch, batch_idx) if takes_index else model.training_step(batch)
         return output["loss"] if isinstance(output, Mapping) else output
 
     return compute_loss
+
+
+def _takes_index(module: LightningModule) -> bool:
+    """Return whether a training step has a second positional parameter."""
+    parameters = inspect.signature(module.training_step).parameters.values()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    has_many = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+    return has_many or sum(parameter.kind in by_position for parameter in parameters) > 1
 
 
 @contextlib.contextmanager

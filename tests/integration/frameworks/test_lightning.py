@@ -505,6 +505,29 @@ def test_diagnose_after_a_training(tmp_path: Path) -> None:
     assert module.trainer is trainer
 
 
+class ByPosition(Diagnosed):
+    def training_step(self, batch: tuple[Tensor, Tensor], idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().training_step(batch, batch_idx=idx)
+
+
+class AnyArguments(Diagnosed):
+    def training_step(self, *args: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().training_step(*args)
+
+
+class BatchAlone(Diagnosed):
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.parametrize("kind", [ByPosition, AnyArguments, BatchAlone])
+def test_diagnose_gives_the_number_by_position(kind: type[Diagnosed]) -> None:
+    found = diagnose(kind(), rows(), steps=4)
+
+    assert found.causes == ()
+    assert found.audit is not None
+
+
 class Two(Regression):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
