@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import math
 import os
@@ -55,6 +56,7 @@ _RECTIFIERS = frozenset(("relu", "relu_", "relu6", "threshold"))
 _SATURATING = frozenset(("tanh", "tanh_", "sigmoid", "sigmoid_"))
 _NAMED = 5  # parameters in one remark
 _LINE = re.compile(r'[^"]+:\d+ ".*"(?=: )')  # before the reason of a graph break
+_BROKEN_LINE = re.compile(r'\n +([^"\n]+:\d+ ".*")\n')  # in the error of a graph break
 _MOST_GRAPHS = 4  # of a model with its loss: a Python value that changes, as a counter, makes one a step
 _MOST_BREAKS = 3  # in the text of one cause
 
@@ -142,9 +144,13 @@ def diagnose(
     The loss is traced with the model, as one graph, so that an op of the loss is found as one of the model is. Where
     the tracer cannot follow it, it runs beside the graph, and the line that stops the tracer is named.
 
+    The first step is audited (``gr.audit``). Its faults come first among the causes, unless the training diverges or
+    ends with values that are not finite.
+
     The model, the optimizer, gradients, buffers and torch's random state stay as they were, bit for bit: a deep copy
-    is trained, which takes the memory of a second model. A ``loss`` that reads the model itself reads the original, and
-    ``compute_loss`` is given the copy; the generators of Python and NumPy go on.
+    is trained, and another one audited. One copy lives at a time, so that a diagnosis takes the memory of a second
+    model and optimizer. A ``loss`` that reads the model itself reads the original, and ``compute_loss`` is given the
+    copy; the generators of Python and NumPy go on.
 
     Args:
         model: A module in the mode in which it is to run; it is called with each batch.
@@ -334,17 +340,16 @@ class _Trainer:
 
     def audited(self, batch: Any) -> tuple[Audit | None, list[str]]:
         """Audit the first step, of another copy; return the audit, or a remark why it could not run."""
-        model, optimizer = self._copies()
-        step = self.loss.step
-        compute_loss = None if step is None else step.function(model)
-        args, kwargs = arguments_of(model, batch, has_loss=False) if step is None else step.arguments(model, batch)
         try:
+            model, optimizer = self._copies()
+            step = self.loss.step
+            compute_loss = None if step is None else step.function(model)
+            args, kwargs = arguments_of(model, batch, has_loss=False) if step is None else step.arguments(model, batch)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the model: the training has said them
                 return audit_step(model, args, kwargs, compute_loss, optimizer), []
         except Exception as err:  # the training has run: it keeps its verdict
-            text = str(err).partition("\n")[0]
-            return None, [f"The step could not be audited ({type(err).__name__}: {text})."]
+            return None, [f"The step could not be audited ({type(err).__name__}: {_first_line(err)})."]
 
     def __call__(
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"
@@ -355,10 +360,9 @@ class _Trainer:
         """
         seen: list[Any] = []
         stream = iter(batches)
-        try:
+        with contextlib.suppress(GraphBreakError, NotRewrittenError):
             return self._train(_kept(stream, seen), policy, stage, fullgraph=True)
-        except (GraphBreakError, NotRewrittenError):
-            return self._train(itertools.chain(seen, stream), policy, stage, fullgraph=False)
+        return self._train(itertools.chain(seen, stream), policy, stage, fullgraph=False)  # the first copy is free
 
     def _train(
         self, batches: Iterable[Any], policy: Policy, stage: str, *, fullgraph: bool
@@ -385,6 +389,7 @@ class _Trainer:
         return run.rewritten.monitor, run.losses, run.evidence(recurrent, is_trained=optimizer is not None)
 
     def _copies(self) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+        gc.collect()  # the last copy: the error of a failed trace holds it in a cycle
         memo: dict[int, Any] = {}
         optimizer = self.optimizer
         try:
@@ -416,18 +421,20 @@ class _Run:
         self._is_observed = policy is observe
         self._sizes: dict[int, float] = {}
         self._failure: NonFiniteError | None = None
-        self._remark = ""
+        self._remarks: list[str] = []
         self._targets, self._classes = Targets(), Classes()
+        self._has_classes = False  # a traced loss has classes for targets
+        self._num_searched = 0  # graphs
         self._constant = math.nan  # of a loss in the graph
         self._random: RandomState | None = None  # before the last step
         self._step = trainer.loss.step
         self._in_graph = False
         if fullgraph and self._is_observed and self._step is not None:
-            with contextlib.suppress(
-                TypeError, ValueError
-            ):  # a class without subclasses, a forward without a signature
+            try:
                 self._step.add_to(model)
                 self._in_graph = True
+            except (TypeError, ValueError) as err:  # a class without subclasses, a forward without a signature
+                self._remarks.append(_beside(err))
         self.rewritten = self._rewritten()
 
     def _rewritten(self) -> RewrittenModule:
@@ -446,8 +453,9 @@ class _Run:
         assert state is not None
         return state
 
-    def _leave_graph(self) -> None:
-        """Compute the loss beside the graph from now on."""
+    def _leave_graph(self, reason: Exception | str) -> None:
+        """Compute the loss beside the graph from now on, with a remark."""
+        self._remarks.append(_beside(reason))
         count = state_dict(self.rewritten)  # of the updates
         restore(self.rewritten)
         self._in_graph = False
@@ -471,39 +479,51 @@ class _Run:
         if real:
             self._sizes[len(self.losses) - 1] = max(float(t.abs().max()) for t in real)
         if self._is_observed:
-            if not self.rewritten.explain().graphs:
+            if not self._num_graphs:
                 raise TraceError(
                     "gr.diagnose: nothing of the model can be traced, so that nothing is recorded", code="no-backward"
                 )
             self.rewritten.monitor.log("loss", self.losses[-1])
+        self._search_classes()
         if self._has_classes:
             self._classes.count(batch)
         return not _is_bad(self.rewritten.monitor, self.losses[-1])
 
     def _value(self, batch: Any) -> Tensor:
-        if self._in_graph and len(self.rewritten.explain().graphs) > _MOST_GRAPHS:
-            self._leave_graph()
+        if self._in_graph and self._num_graphs > _MOST_GRAPHS:
+            self._leave_graph(f"it was traced anew {self._num_graphs} times, as one with a counter is")
         if self._in_graph:
             assert self._step is not None
             try:
                 args, kwargs = self._step.arguments(self._model, batch)
                 return self._loss.checked(getattr(self.rewritten, METHOD)(*args, **kwargs))
-            except Exception:  # a graph break; or the user's own, which comes again below
-                self._leave_graph()
+            except Exception as err:  # a graph break; or the user's own, which comes again below
+                self._leave_graph(err)
         return self._loss(self.rewritten, batch, self._targets)
 
     @property
-    def _has_classes(self) -> bool:
-        graphs = self.rewritten.explain().graphs if self._in_graph else ()
-        return any(site.op == "cross_entropy" for graph in graphs for site in graph.sites)
+    def _num_graphs(self) -> int:
+        return len(self._state_of(self.rewritten).session.graphs)
+
+    def _search_classes(self) -> None:
+        """Search the new graphs for a loss of classes."""
+        if self._in_graph and not self._has_classes and self._num_graphs > self._num_searched:
+            self._num_searched = self._num_graphs
+            graphs = self.rewritten.explain().graphs
+            self._has_classes = any(site.op == "cross_entropy" for graph in graphs for site in graph.sites)
 
     def explain(self, batch: Any) -> None:
         """Find the op behind the last, non-finite step."""
         if not self._is_observed:
             return
-        self._failure, self._remark = last_failure(self.rewritten.monitor)
+        self._failure, remark = last_failure(self.rewritten.monitor)
+        self._remarks += [remark] if remark else []
         if self._step is not None and not self._in_graph:
-            self._failure = failure_in_step(self._failure, self._model, self._step, batch, self._random)
+            try:
+                self._failure = failure_in_step(self._failure, self._model, self._step, batch, self._random)
+            except Exception as err:  # of any kind: the step is not finite by its records
+                text = f"{type(err).__name__}: {_first_line(err)}"
+                self._remarks.append(f"The step could not be run again with its loss ({text}).")
         if self._failure is not None:
             name_break(self._failure, self.rewritten.explain().skipped)
 
@@ -529,7 +549,7 @@ class _Run:
     def evidence(self, recurrent: frozenset[str], *, is_trained: bool) -> Evidence:
         """Return the evidence beside the records."""
         sites = {str(site): site for graph in self.rewritten.explain().graphs for site in graph.sites}
-        remarks = (*_remarks(self.rewritten), *([self._remark] if self._remark else []))
+        remarks = (*_remarks(self.rewritten), *self._remarks)
         constant = self._constant if self._has_classes else self._targets.constant_loss
         return Evidence(sites, self._failure, self._sizes, is_trained, recurrent, remarks, constant)
 
@@ -647,6 +667,19 @@ def _remarks(model: RewrittenModule) -> tuple[str, ...]:
     found += [f"{_named(frozen)} are frozen (requires_grad=False)."] if frozen else []
     found += [f"Not seen by the tracer, and not judged: {line}." for line in model.explain().skipped]
     return tuple(found)
+
+
+def _beside(reason: Exception | str) -> str:
+    """Return the remark on a loss beside the graph; of a graph break with its line."""
+    text = _first_line(reason) if isinstance(reason, Exception) else reason
+    if isinstance(reason, GraphBreakError) and (line := _BROKEN_LINE.search(str(reason))):
+        text = f"{line[1]}: {text.partition(': ')[2]}"
+    return f"The loss is computed beside the graph: {text.rstrip('.')}."
+
+
+def _first_line(err: Exception) -> str:
+    """Return the first line of an error's text, else its type."""
+    return str(err).strip().partition("\n")[0] or type(err).__name__
 
 
 def _named(names: list[str]) -> str:

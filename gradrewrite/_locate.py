@@ -101,18 +101,20 @@ def locate_in_step(
         random: The random state in which it ran; None for the present one.
 
     Returns:
-        The error, None if all that leaves the graphs is finite, or the step cannot be run; and the lines that the
+        The error, None if all that leaves the graphs is finite, or the run cannot be replayed; and the lines that the
         tracer skipped, in order.
+
+    Raises:
+        Exception: Of any kind, if the step cannot be run.
     """
     config = RewriteConfig([], fullgraph=False, dynamic=False, methods=("forward", METHOD))
-    with warnings.catch_warnings(), contextlib.suppress(Exception):  # of any kind: there is an error already
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         monitor, session = _run(step.added_to(model), config, args, kwargs, lambda loss: loss, random)
         skipped = session.graphs.explanation().skipped
         with contextlib.suppress(RuntimeError):
             return monitor.failure(anywhere=True), skipped
         return None, skipped
-    return None, ()
 
 
 def _run(

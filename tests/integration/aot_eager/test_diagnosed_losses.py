@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradrewrite as gr
+from gradrewrite.diagnostics.health import examine
 
 pytestmark = pytest.mark.broad
 
@@ -150,8 +153,12 @@ def test_the_line_that_stops_the_tracer_stands_for_outside() -> None:
         steps = torch.full((2,), 6)
         return functional.ctc_loss(out.log_softmax(-1), batch.y, steps, batch.lengths)
 
-    cause = only(diagnosed(loss, ctc_batches(too_long=5)))
+    found = diagnosed(loss, ctc_batches(too_long=5))
+    cause = only(found)
+    (remark,) = found.remarks
 
+    assert remark.startswith("The loss is computed beside the graph: test_diagnosed_losses.py:")
+    assert "functional.ctc_loss(" in remark
     assert cause.step == 5
     assert "the value comes from where the tracer cannot follow: test_diagnosed_losses.py:" in cause.text
     assert "functional.ctc_loss(" in cause.text
@@ -176,10 +183,13 @@ def uses_numpy(out: Tensor, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("loss", [prints, reads_a_number, uses_numpy])
 def test_ops_behind_a_graph_break_are_named(loss: Callable[..., Tensor]) -> None:
-    cause = only(diagnosed(loss))
+    found = diagnosed(loss)
+    cause, *audited = found.causes
 
+    assert found.outcome == "non-finite"
     assert cause.site == "activation:/log"
     assert "torch.log(out * 0)" in cause.source
+    assert all(".item()" in one.text for one in audited)  # a fault of its own
 
 
 class Broken(Net):
@@ -193,7 +203,8 @@ def test_a_model_in_parts_and_an_op_of_its_loss() -> None:
     found = diagnosed(log_of_zero, model=Broken())
 
     assert "# planted log" in only(found).source
-    assert any("Not seen by the tracer" in remark for remark in found.remarks)
+    (remark,) = found.remarks
+    assert "Not seen by the tracer" in remark
 
 
 def test_a_loss_with_a_counter_leaves_the_graph_and_keeps_its_count() -> None:
@@ -209,6 +220,73 @@ def test_a_loss_with_a_counter_leaves_the_graph_and_keeps_its_count() -> None:
     assert [(cause.kind, cause.step) for cause in found.causes] == [("spike", 12)]
     assert "The gradients of step 12" in str(found)
     assert seen[:30] == list(range(30))  # behind the training the first step is audited
+    assert found.remarks[-1] == (
+        "The loss is computed beside the graph: it was traced anew 5 times, as one with a counter is."
+    )
+
+
+def test_a_loss_that_fails_in_the_graph_alone_has_a_remark() -> None:
+    def loss(out: Tensor, _: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ArithmeticError("planted")
+        return out.square().mean()
+
+    found = diagnosed(loss)
+    (remark,) = found.remarks
+    assert remark.startswith("The loss is computed beside the graph: ")
+
+
+def test_a_step_that_cannot_be_run_again_has_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("planted\nsecond line")
+
+    monkeypatch.setattr("gradrewrite._diagnosis.locate_in_step", fail)
+    found = diagnosed(prints)
+    assert found.outcome == "non-finite"
+    assert "The step could not be run again with its loss (ArithmeticError: planted)." in found.remarks
+
+
+class Copied(Net):
+    """Notes its copies that live when another is made, and fails to be copied ``fails_after`` times."""
+
+    living: ClassVar[list[weakref.ref[Copied]]] = []
+    most = 0
+    fails_after = 100
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+        if len(self.living) == self.fails_after:
+            raise RuntimeError("planted")
+        Copied.most = max(self.most, sum(one() is not None for one in self.living))
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        self.living.append(weakref.ref(new))
+        return new
+
+
+@pytest.fixture
+def copied() -> type[Copied]:
+    Copied.living.clear()
+    Copied.most = 0
+    return Copied
+
+
+@pytest.mark.parametrize("loss", [log_of_zero, prints])
+def test_one_copy_lives_at_a_time(loss: Callable[..., Tensor], copied: type[Copied]) -> None:
+    diagnosed(loss, model=copied())
+
+    assert len(copied.living) == 2
+    assert copied.most == 0
+
+
+def test_a_copy_for_the_audit_that_fails_is_a_remark(copied: type[Copied]) -> None:
+    model = copied()
+    model.fails_after = 1
+    found = diagnosed(log_of_zero, model=model)
+
+    assert found.audit is None
+    assert only(found).site == "activation:/log"
+    assert [remark for remark in found.remarks if "could not be audited (TypeError: gr.diagnose trains" in remark]
 
 
 def test_no_line_is_advised_where_there_is_none() -> None:
@@ -257,6 +335,27 @@ def test_the_loss_of_a_constant_answer_is_known_in_the_graph() -> None:
             model[-1].bias.copy_(torch.tensor([-1.0, 1.0, 1.0, 1.0]))
         found = gr.diagnose(model, data, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=60, **form)
         assert "no more than the best constant answer, whose loss is 0.9" in str(found)
+
+
+def test_classes_that_were_counted_in_the_graph_are_kept_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = []
+
+    def noted(steps: Any, *, evidence: Any) -> Any:
+        known.append(evidence.constant_loss)
+        return examine(steps, evidence=evidence)
+
+    count = iter(range(1000))
+
+    def loss(out: Tensor, batch: Any) -> Tensor:  # leaves the graph after five steps
+        return functional.cross_entropy(out, batch[1]) + 1e-9 * next(count)
+
+    monkeypatch.setattr("gradrewrite._diagnosis.examine", noted)
+    x, equal, each = torch.randn(8, 4), torch.zeros(8, dtype=torch.long), torch.arange(8) % 4
+    found = gr.diagnose(Net(4), [*[(x, equal)] * 4, *[(x, each)] * 4], loss=loss, optimizer=sgd, steps=8)
+
+    shares = torch.tensor([5, 1, 1, 1]) / 8
+    assert known == [pytest.approx(float(-(shares * shares.log()).sum()))]
+    assert "beside the graph" in str(found)
 
 
 def test_a_loss_that_reads_the_original_leaves_its_gradients() -> None:
