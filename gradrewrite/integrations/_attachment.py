@@ -248,8 +248,8 @@ class Attachment:
         state = state_of(self._model)
         assert state is not None
         plain, optimizer = state.original, self._one_optimizer
-        args, kwargs = step.arguments(plain, batch)
         try:
+            args, kwargs = step.arguments(plain, batch)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the model: the training says them again
                 number = STEPS if this_rank() is None else 0
@@ -283,7 +283,7 @@ class Attachment:
         state = state_of(self._model)
         if state is not None and self._first_failure is None and self._num_explained < _MOST_EXPLAINED:
             self._num_explained += 1
-            failure = last_failure(self.monitor)[0]
+            failure = self._first_failure = last_failure(self.monitor)[0]  # which it stays, if the run fails
             self._first_failure = failure_in_step(failure, state.original, step, batch, random)
 
     def add_loss(self, loss: Tensor | float) -> None:

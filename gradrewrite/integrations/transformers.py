@@ -49,7 +49,7 @@ def diagnose(trainer: Trainer, *, steps: int = 50, compile: bool = False, try_cl
         The diagnosis.
 
     Raises:
-        TypeError: ``trainer`` is none, or DeepSpeed or FSDP1 trains the model.
+        TypeError: ``trainer`` is none, its batches are no mappings, or DeepSpeed or FSDP1 trains the model.
         ValueError: ``steps`` is not a whole number >= 1, or there is no batch.
 
     Example:
@@ -112,8 +112,14 @@ class _Batches:
             samples, items = trainer.get_batch_samples(loader, *given)
             if not samples:
                 return
-            inputs = dict(trainer._prepare_inputs(samples[0]))
-            yield inputs if items is None else {**inputs, _ITEMS: items}
+            inputs = trainer._prepare_inputs(samples[0])
+            if not isinstance(inputs, Mapping):
+                raise TypeError(f"diagnose: {_no_mappings(inputs)}; a mapping of keyword arguments is needed")
+            yield dict(inputs) if items is None else {**inputs, _ITEMS: items}
+
+
+def _no_mappings(batch: Any) -> str:
+    return f"the batches of the Trainer are {type(batch).__name__}s"
 
 
 class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -134,6 +140,8 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
     error outside of ``training_step`` the Trainer tells no callback: then the files are written when the program ends,
     or by ``callback.report()``. A training that is resumed appends to ``run.jsonl``; else that of the training before
     becomes ``run.previous.jsonl``. On several ranks each has a ``run.rank0.jsonl``, and the first writes the page.
+
+    Where the batches are no mappings (tuples, say), no step is audited or run again; a warning says so.
 
     What the actions remember (``gr.State``, ``AutoClip``, schedules) is saved in the folder of each checkpoint, and is
     there again when training resumes from that: ``trainer.train(resume_from_checkpoint=...)``.
@@ -182,6 +190,7 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         settings = Settings(policy, compile, records, folder, options, of_guards, audit)
         self._attachment = Attachment(settings, monitor)
         self._trainer: Trainer | None = None  # whose training step is watched
+        self._was_told_of_batches = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -198,7 +207,7 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         scaler, is_resumed = getattr(prepared, "scaler", None), state.global_step > 0
         self._attachment.attach(model, [prepared], scaler, args.output_dir, is_resumed=is_resumed)
         self._watch(_calling_trainer())
-        self._resumed = ""
+        self._resumed, self._was_told_of_batches = "", False
         if state.global_step:
             self._resume(args)
         if not _put_first(self):
@@ -215,9 +224,21 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
             step, is_own = trainer.training_step, "training_step" in vars(trainer)
             trainer.training_step = _WatchedStep(step, self, is_own)
 
+    def _is_mapping(self, batch: _StepBatch) -> bool:
+        """Return whether a step can be run again; warn once if not."""
+        if isinstance(batch.inputs, Mapping):
+            return True
+        if not self._was_told_of_batches:
+            self._was_told_of_batches = True
+            warn(
+                f"RewriteCallback: {_no_mappings(batch.inputs)}, and no step is audited or run again to explain it; a "
+                "mapping of keyword arguments is needed for that"
+            )
+        return False
+
     def _audit(self, batch: _StepBatch) -> None:
-        if self._attachment.awaits_audit and self._trainer is not None:
-            with kept_generators(), kept_attributes(self._trainer):
+        if self._attachment.awaits_audit and self._trainer is not None and self._is_mapping(batch):
+            with kept_generators(), kept_attributes(self._trainer), _told("the first step could not be audited"):
                 step, given, _ = batch.of(self._trainer)
                 self._attachment.audit(step, given)
 
@@ -228,13 +249,13 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         if loss.device.type == "cpu" or trainer.args.logging_nan_inf_filter:  # else nothing waits for the device
             if loss.isfinite():
                 self._attachment.forget_failure()
-                return
-            with kept_generators(), kept_attributes(trainer), _told():
-                self._attachment.explain_loss(*batch.of(trainer))
+            elif self._is_mapping(batch):
+                with kept_generators(), kept_attributes(trainer), _told(_UNEXPLAINED):
+                    self._attachment.explain_loss(*batch.of(trainer))
 
     def _fail(self, error: BaseException, batch: _StepBatch) -> None:
-        if isinstance(error, NonFiniteError) and self._trainer is not None:
-            with kept_generators(), kept_attributes(self._trainer), _told():
+        if isinstance(error, NonFiniteError) and self._trainer is not None and self._is_mapping(batch):
+            with kept_generators(), kept_attributes(self._trainer), _told(_UNEXPLAINED):
                 self._attachment.explain(error, *batch.of(self._trainer))  # which it stays, if that fails
         self._watch(None)
         self._attachment.end(error)
@@ -297,13 +318,16 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         self._attachment.end()
 
 
+_UNEXPLAINED = "the step could not be run again to explain it"
+
+
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _told(what: str) -> Iterator[None]:
     """Warn of an error inside: the training goes on, or has an error of its own."""
     try:
         yield
     except Exception as err:  # of any kind
-        warn(f"RewriteCallback: the step could not be run again to explain it ({type(err).__name__}: {err})")
+        warn(f"RewriteCallback: {what} ({type(err).__name__}: {err})")
 
 
 @dataclass(frozen=True)
@@ -316,7 +340,8 @@ class _WatchedStep:
 
     def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         items = args[0] if args else kwargs.get(_ITEMS)
-        batch = _StepBatch(dict(inputs), items, self.callback._attachment.random_state())
+        own = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        batch = _StepBatch(own, items, self.callback._attachment.random_state())
         self.callback._audit(batch)
         try:
             loss = self.plain(model, inputs, *args, **kwargs)
@@ -331,7 +356,7 @@ class _WatchedStep:
 class _StepBatch:
     """The inputs of a training step, for another run of it."""
 
-    inputs: Mapping[str, Any]
+    inputs: Any  # a mapping where the step can be run again
     items: Any  # number of labels
     random: RandomState  # before the step
 

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -778,6 +779,75 @@ def test_diagnose_uses_the_losses_of_the_trainer(tmp_path: Path) -> None:
 def test_diagnose_refuses_what_is_no_trainer() -> None:
     with pytest.raises(TypeError, match=r"diagnose takes a transformers\.Trainer, got Linear"):
         diagnose(nn.Linear(1, 1))
+
+
+class ByTuples(Trainer):
+    """Its batches are tuples, and its loss is infinite when ``number`` steps were made."""
+
+    number = -1
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **items: Any) -> Any:
+        ids, mask, labels = inputs
+        output = model(input_ids=ids, attention_mask=mask, labels=labels)
+        floor = float(self.state.global_step != self.number)
+        loss = output.loss + 0 * torch.log(output.logits.square().sum() * floor)
+        return (loss, output) if return_outputs else loss
+
+
+def tuples_of(folder: Path, *callbacks: Any) -> Any:
+    trainer = trainer_of(ByTuples, "gpt2", folder, *callbacks, max_steps=4)
+    names = ("input_ids", "attention_mask", "labels")
+    trainer.data_collator = lambda rows: tuple(
+        torch.stack([row.get(name, torch.ones_like(row["input_ids"])) for row in rows]) for name in names
+    )
+    return trainer
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_batches_that_are_tuples_are_trained_without_an_audit(number: int, tmp_path: Path) -> None:
+    callback = RewriteCallback("diagnose")
+    trainer = tuples_of(tmp_path, callback)
+    trainer.number = number
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", gr.RewriteWarning)
+        trainer.train()
+
+    texts = [str(one.message) for one in caught if issubclass(one.category, gr.RewriteWarning)]
+    assert len(texts) == 1
+    assert "the batches of the Trainer are tuples" in texts[0]
+    assert len(callback.health.run.steps) == 4
+
+
+def test_a_failed_check_on_batches_that_are_tuples(tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on("gradient:*", CheckFinite()), compile=False)
+    trainer = tuples_of(tmp_path, callback)
+    trainer.number = 2
+    with (
+        pytest.warns(gr.RewriteWarning, match="the batches of the Trainer are tuples"),
+        pytest.raises(gr.NonFiniteError),
+    ):
+        trainer.train()
+
+
+def test_diagnose_refuses_batches_that_are_tuples(tmp_path: Path) -> None:
+    message = "diagnose: the batches of the Trainer are tuples; a mapping of keyword arguments is needed"
+    with pytest.raises(TypeError, match=message):
+        diagnose(tuples_of(tmp_path))
+
+
+def test_an_explanation_that_fails_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("planted")
+
+    monkeypatch.setattr("gradrewrite._diagnosis.locate_in_step", fail)
+    callback = RewriteCallback(gr.on("gradient:*", CheckFinite()), compile=False)
+    trainer = trainer_of(LogOfZero, "gpt2", tmp_path, callback)
+    trainer.number = 3
+    with (
+        pytest.warns(gr.RewriteWarning, match=r"could not be run again to explain it \(ArithmeticError: planted\)"),
+        pytest.raises(gr.NonFiniteError),
+    ):
+        trainer.train()
 
 
 def test_a_failed_check_names_the_line_of_compute_loss(tmp_path: Path) -> None:
