@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import gradrewrite as gr
+from gradrewrite.auditing.constants import vanishing_constants
+from gradrewrite.auditing.step_graphs import trace_step
 from gradrewrite.errors import TraceError
 
 from conformance.outcomes import TorchRefusesError
@@ -34,6 +39,24 @@ def test_a_sound_model_has_no_fault(name: str) -> None:
     assert not found.causes, str(found)
     assert {row.verdict for row in found.rows} <= {*TRAINED}
     assert any(row.verdict == "trained" for row in found.rows)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the models
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_no_constant_of_a_sound_model_vanishes(name: str, dtype: torch.dtype) -> None:
+    case = given(name)
+    inputs = {n: t.to(dtype) if is_floating(t) else t for n, t in case.inputs.items()}
+    try:
+        step = trace_step(case.model.to(dtype), None, (), inputs)
+    except (TraceError, RuntimeError, *torch_errors()) as err:
+        pytest.skip(f"torch cannot trace it in {dtype}: {type(err).__name__}")
+
+    assert vanishing_constants(graph.gm for graph in step.graphs) == []
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def torch_errors() -> tuple[type[Exception], ...]:
