@@ -189,8 +189,8 @@ class _Judge:
         self._against_eager(rows)
         self._unasked(rows)
         self._note_others(rows)
-        if not self._causes and not any(row.verdict in (*WITH_GRADIENT, "frozen") for row in rows) and rows:
-            names = [row.name for row in rows]
+        names = [row.name for row in rows if row.verdict != "frozen"]
+        if not self._causes and names and all(row.verdict in ("unused", "frozen") for row in rows):
             text = f"{_get(names)} no gradient: no path leads from the loss to a parameter."
             self._fault("no gradient", names, "", text, "Return the loss as a tensor that is computed from them.")
         causes = [*self._causes]
