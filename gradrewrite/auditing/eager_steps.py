@@ -59,7 +59,7 @@ def run_eager_steps(
 
     Between them each parameter is moved by 1 % of its size against its gradient: zeros of a first step that are gone
     by then (LoRA with B = 0, a gate of 0) are none. Parameters, gradients, buffers, inputs and random state are given
-    back bit for bit; the memory of Python objects is not. ``written`` has the identities of the parameters and inputs
+    back bit for bit, with attributes of modules. ``written`` has the identities of the parameters and inputs
     that the forward overwrites; None if that is not known, and all are saved. ``read`` has further tensors that the
     step reads, as parameters of another model. Hooks behind an accumulated gradient (an optimizer in the backward)
     do not run.

@@ -18,19 +18,23 @@ class KeptState:
     """The state of a model and of further tensors.
 
     Gradients of leaves are taken off, and given back by ``restore``; values are copied of buffers, and of the leaves
-    with an identity in ``written`` (None: of all). Buffers that the forward replaces, ``training`` and
-    ``requires_grad`` count.
+    with an identity in ``written`` (None: of all). Attributes of modules count: numbers, tensors, lists, dicts and sets
+    (states of metrics), replaced buffers, ``training`` and ``requires_grad``.
     """
 
     def __init__(self, model: nn.Module, written: Collection[int] | None = None) -> None:
         self._written = written
-        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        self._modules = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+        own = [v for _, attributes, _ in self._modules for name, v in attributes.items() if name not in _OF_MODULES]
+        self._containers = [(v, v.copy()) for v in own if type(v) in (list, dict, set)]
         self._flags = [(p, p.requires_grad) for p in model.parameters()]
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._values: dict[Tensor, Tensor] = {}
         self._random = _python_random_state()
         self.add(model.buffers(), are_written=True)
         self.add(model.parameters())
+        of_containers = (one for _, items in self._containers for one in tensors_in(items))
+        self.add((t for t in (*filter(_is_tensor, own), *of_containers) if t.is_leaf), are_written=True)
 
     def add(self, tensors: Iterable[Tensor], *, are_written: bool = False) -> None:
         """Keep further leaves, and written tensors."""
@@ -53,16 +57,28 @@ class KeptState:
         random.setstate(python)
         if of_numpy is not None:
             sys.modules["numpy"].random.set_state(of_numpy)
-        for module, training, buffers in self._modules:
-            module.training = training
+        for module, attributes, buffers in self._modules:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
+        for container, items in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(items)
         for parameter, needs_gradient in self._flags:
             parameter.requires_grad = needs_gradient
         for tensor, gradient in self._gradients.items():
             tensor.grad = gradient
         for tensor, value in self._values.items():
             give_back(tensor, value)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def give_back(tensor: Tensor, value: Tensor) -> None:

@@ -69,6 +69,10 @@ class _Recorder:
         with data_parallel.unsharded(model.modules()):
             self.names = {id(p): name for name, p in model.named_parameters()}
 
+    def __deepcopy__(self, memo: Any) -> _Recorder:
+        """Return itself: Lightning copies the arguments of ``torch.compile``."""
+        return self
+
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         reason, stack = dynamo.graph_break_of(gm) or ("", ())
         told = reason.partition("\n")[0]

@@ -50,9 +50,9 @@ def audit(
     gradient is 0. Numbers that their dtype cannot hold (``1e-8`` in float16), and settings of the optimizer, are faults
     too.
 
-    Parameters, gradients, buffers, flags, inputs and random state are given back bit for bit; what Python objects
-    remember, as counters of a module, goes on. Where the step is several graphs, it is run once for the trace. Hooks
-    behind an accumulated gradient do not run.
+    Parameters, gradients, buffers, attributes of modules (numbers, tensors, lists, dicts), inputs and random state are
+    given back bit for bit; other Python objects go on. Where the step is several graphs, it is run once for the trace.
+    Hooks behind an accumulated gradient do not run.
 
     Args:
         model: A module in the mode in which it is to be trained; of what ``transform`` returned its original.

@@ -270,6 +270,40 @@ def test_a_frozen_parameter_that_the_forward_writes_is_given_back() -> None:
     gr.audit(model, X)
 
     assert torch.equal(model.mean.weight, before)
+    assert model.calls == 0
+
+
+def test_attributes_of_modules_are_given_back() -> None:
+    class Metric(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total, self.seen, self.by_name = torch.zeros(()), [torch.ones(2)], {"count": 0}
+
+        def forward(self, loss: Tensor) -> None:
+            self.total += loss.detach()
+            self.seen.append(loss.detach())
+            self.seen[0].add_(1)
+            self.by_name["count"] += 1
+            self.last = loss.detach()
+
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.metric = nn.Linear(4, 4), Metric()
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = self.linear(x).square().mean()
+            self.metric(loss)
+            return loss
+
+    metric = (model := Measured()).metric
+    total, seen = metric.total, metric.seen
+    gr.audit(model, X)
+
+    assert metric.total is total
+    assert metric.seen is seen
+    assert (float(total), [one.tolist() for one in seen], metric.by_name) == (0.0, [[1.0, 1.0]], {"count": 0})
+    assert not hasattr(metric, "last")
 
 
 def test_the_structural_half_runs_nothing() -> None:
