@@ -41,7 +41,6 @@ from gradrewrite.optimizer.guard import guard
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import leave_out_unsupported, on
-from gradrewrite.replay.interpreter import BEFORE_BREAK, FROM_BEHIND, FROM_LOSS
 from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.sites import Site
 
@@ -632,7 +631,7 @@ def failure_in_step(
         batch: Its batch.
         random: The random state before it.
     """
-    if failure is not None and not _came_from_outside(failure):
+    if failure is not None and not failure.is_from_outside:
         return failure
     args, kwargs = step.arguments(model, batch)
     found, skipped = locate_in_step(model, step, args, kwargs, random)
@@ -644,14 +643,9 @@ def failure_in_step(
     return found
 
 
-def _came_from_outside(failure: NonFiniteError) -> bool:
-    """Return whether untraced code made the value."""
-    return failure.cause in (FROM_LOSS, FROM_BEHIND) or failure.cause.endswith(BEFORE_BREAK)
-
-
 def name_break(failure: NonFiniteError, skipped: Sequence[str]) -> None:
     """Name the lines of graph breaks in a failure from there."""
-    if not (skipped and _came_from_outside(failure)):
+    if not (skipped and failure.is_from_outside):
         return
     lines = "; ".join(dict.fromkeys(skipped[-_MOST_BREAKS:]))
     failure.cause = f"the value comes from where the tracer cannot follow: {lines}"

@@ -141,6 +141,78 @@ class PrecedingSite:
     largest: float
 
 
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that an op read.
+
+    Attributes:
+        name: Of the input, parameter or buffer, or ``module/op`` of the op that made it.
+        dtype: ``float32``.
+        shape: Its sizes.
+        low: Its lowest finite element; NaN if there is none.
+        high: Its highest finite element; NaN if there is none.
+        zeros: How many elements are 0.
+        nonfinite: How many elements are NaN or infinite.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    zeros: int
+    nonfinite: int
+
+    def __str__(self) -> str:
+        """Name, dtype, shape and range in one line."""
+        parts = [f"{self.low:.4g} to {self.high:.4g}"] if not math.isnan(self.low) else []
+        parts += [f"{self.zeros} zeros"] if self.zeros else []
+        parts += [f"{self.nonfinite} not finite"] if self.nonfinite else []
+        return f"{self.name} ({self.dtype}, {list(self.shape)}, {', '.join(parts) or 'empty'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """Why and where an op made a non-finite value, what hid it, and what mends it.
+
+    Attributes:
+        why: What the op was given: ``log of -0.135``; ``""`` if it is not known.
+        advice: What to change; ``""`` if it is not known.
+        operands: The tensors that the op read.
+        indices: Where the elements are: ``rows 4 to 7, positions 15 to 19``; ``""`` if it is not known.
+        rows: Their numbers along the dimension of the batch; ``()`` if they are not known.
+        parameter: The first parameter whose gradient it reaches; ``""`` if none.
+        cover: Ops that hide it from the loss, each with its line.
+        roots: Up to three further ops that made non-finite values independently, each with its line and reason.
+        is_overflow: Whether finite values became too large, which is mostly no fault of the op.
+        is_tried: Whether the step was finite with the advice followed at the op.
+    """
+
+    why: str = ""
+    advice: str = ""
+    operands: tuple[Operand, ...] = ()
+    indices: str = ""
+    rows: tuple[int, ...] = ()
+    parameter: str = ""
+    cover: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    is_overflow: bool = False
+    is_tried: bool = False
+
+    def __str__(self) -> str:
+        """The parts behind the line of the op; ``""`` if nothing is known."""
+        parts = [self.why]
+        parts[0] += f" at {self.indices}" if self.why and self.indices else self.indices
+        parts += [f"it reaches {self.parameter} first"] if self.parameter else []
+        parts += (
+            [f"the loss does not show it: {' and '.join(self.cover)} hide{'s' * (len(self.cover) == 1)} it"]
+            if self.cover
+            else []
+        )
+        parts += [f"also, independent of it: {'; '.join(self.roots)}"] if self.roots else []
+        return "; ".join(part for part in parts if part)
+
+
 class NonFiniteError(RewriteError, ArithmeticError):
     """A finite check failed.
 
@@ -160,6 +232,8 @@ class NonFiniteError(RewriteError, ArithmeticError):
         cause: What came into the model already non-finite (an input, a parameter, the loss); ``""`` if an op made it.
         note: Why the answer rests on the failed checks alone; ``""`` if every op was looked at.
         rank: The rank of the process that found it, where there are several; else None.
+        is_from_outside: Whether code made it that was not traced.
+        story: Why and where the op made it, and what mends it; its parts are attributes of the error too.
     """
 
     code = "non-finite"
@@ -178,6 +252,8 @@ class NonFiniteError(RewriteError, ArithmeticError):
         note: str = "",
         rank: int | None = None,
         is_inner: bool = False,
+        is_from_outside: bool = False,
+        story: Story = Story(),  # frozen
     ) -> None:
         super().__init__(site)
         self.site = site
@@ -191,15 +267,47 @@ class NonFiniteError(RewriteError, ArithmeticError):
         self.cause = cause
         self.note = note
         self.rank = rank
+        self.is_from_outside = is_from_outside
+        self.story = story
         self.update = step
         self.micro_batch: int | None = None
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensors that the op read."""
+        return self.story.operands
+
+    @property
+    def indices(self) -> str:
+        """The places of the elements: ``rows 4 to 7, positions 15 to 19``."""
+        return self.story.indices
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of the elements along the dimension of the batch."""
+        return self.story.rows
+
+    @property
+    def parameter(self) -> str:
+        """The first parameter whose gradient it reaches."""
+        return self.story.parameter
+
+    @property
+    def cover(self) -> tuple[str, ...]:
+        """The ops that hide it from the loss."""
+        return self.story.cover
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Up to three further ops that made such values independently."""
+        return self.story.roots
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.site,), dict(self.__dict__)
 
     @property
-    def text(self) -> str:
-        """See ``RewriteError``."""
+    def told(self) -> str:
+        """Site, op, line and story, without the sites before and behind."""
         sizes = self.site.shape
         number = math.prod(s for s in sizes if s is not None) if None not in sizes else None
         elements = f"of {number} elements" if number is not None else "of the elements"
@@ -215,13 +323,23 @@ class NonFiniteError(RewriteError, ArithmeticError):
         if self.cause:
             parts.append(self.cause)
         text = ", ".join(parts)
-        if self.window:
-            before = ", ".join(f"{w.site} ({w.smallest:.3g} to {w.largest:.3g})" for w in self.window)
-            text += f"; just before it, in absolute values: {before}"
+        return f"{text}: {self.story}" if str(self.story) else text
+
+    @property
+    def text(self) -> str:
+        """See ``RewriteError``."""
+        text = self.with_window
         if self.others:
             count = len(self.others)
             text += f"; {count} other sites were not finite" if count > 1 else "; 1 other site was not finite"
-        return f"{text}; {self.note}" if self.note else text
+        text = f"{text}; {self.note}" if self.note else text
+        return f"{text}\nWhat to change: {self.story.advice}" if self.story.advice else text
+
+    @property
+    def with_window(self) -> str:
+        """Site, op, line and story, and the sites executed before."""
+        before = ", ".join(f"{w.site} ({w.smallest:.3g} to {w.largest:.3g})" for w in self.window)
+        return f"{self.told}; just before it, in absolute values: {before}" if before else self.told
 
 
 class SpikeError(RewriteError, ArithmeticError):

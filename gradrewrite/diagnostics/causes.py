@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+from gradrewrite.errors import Operand
 
 Kind = Literal[
     "exploding", "vanishing", "non-finite op", "learning rate", "dead", "saturated", "spike", "bad batch", "one layer",
@@ -115,6 +117,11 @@ class Cause:
         text: One or two sentences with the figures.
         advice: What to change.
         rules: Code of the rules against it; empty where a policy is no remedy, or the run has it.
+        operands: Of a non-finite value the tensors that its op read.
+        indices: Where its elements are: ``rows 4 to 7, positions 15 to 19``; ``""`` if it is not known.
+        parameter: The first parameter whose gradient it reaches; ``""`` if none.
+        cover: Ops that hide it from the loss, each with its line.
+        roots: Up to three further ops that made such values independently.
         figures: Every number that it rests on, by name.
         key: Text of the key of the record that tells the clip from others at the site; ``""`` if it is on no clip.
     """
@@ -127,6 +134,11 @@ class Cause:
     text: str = ""
     advice: str = ""
     rules: tuple[str, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    indices: str = ""
+    parameter: str = ""
+    cover: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
     key: str = field(default="", repr=False, compare=False)
 
@@ -146,7 +158,18 @@ class Cause:
             "text": self.text,
             "figures": {name: value if math.isfinite(value) else words(value) for name, value in self.figures.items()},
             "suggestion": self.suggestion,
+            **self._story(),
         }
+
+    def _story(self) -> dict[str, object]:
+        """Return what is known of a non-finite value."""
+        operands = [
+            {k: words(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(one).items()}
+            for one in self.operands
+        ]
+        found = {"operands": operands, "indices": self.indices, "parameter": self.parameter}
+        found |= {"cover": list(self.cover), "roots": list(self.roots)}
+        return {name: value for name, value in found.items() if value}
 
 
 def words(value: float) -> str:

@@ -135,7 +135,7 @@ class Judge:
         """Return the causes, the gravest first."""
         found, is_grave = self.bad_batch(), any(traits_of(one.kind).gravity != "mild" for one in self.findings)
         if self.outcome == "non-finite":
-            found += self.exploding()
+            found = [*self.op_at_fault(), *found, *self.exploding()]
             found = found or self.one_layer() or self.learning_rate() or self.op()
         elif self.outcome not in ("learns", "unknown"):
             idle, full = dead(self.run, {("zeros", "activation"): DEAD}), saturated(self.run)
@@ -291,14 +291,34 @@ class Judge:
                 return self._bounded("learning rate", last / first, lowest, text)
         return []
 
+    def op_at_fault(self) -> list[Cause]:
+        """The op behind the first non-finite value, where what it was given explains it.
+
+        An overflow is explained by what made the values grow, as far as that is known.
+        """
+        story = None if self.evidence.failure is None else self.evidence.failure.story
+        return self.op() if story is not None and story.why and not story.is_overflow else []
+
     def op(self) -> list[Cause]:
         """The op behind the first non-finite value, by a replay."""
         failure = self.evidence.failure
         if failure is None:
             return self._found("non-finite op", [one for one in self.findings if traits_of(one.kind).is_non_finite])
-        text = f"{failure.text.partition('; just before it')[0]}."
-        advice = KINDS["non-finite op"].advice if failure.source else _advice_without_line(failure)
-        cause = Cause("non-finite op", str(failure.site), failure.source, math.nan, failure.step, text, advice)
+        story = failure.story
+        advice = story.advice or (KINDS["non-finite op"].advice if failure.source else _advice_without_line(failure))
+        cause = Cause(
+            "non-finite op",
+            str(failure.site),
+            failure.source,
+            step=failure.step,
+            text=f"{failure.told if story.why else failure.with_window}.",
+            advice=f"{advice}{_TRIED * story.is_tried}",
+            operands=story.operands,
+            indices=story.indices,
+            parameter=story.parameter,
+            cover=story.cover,
+            roots=story.roots,
+        )
         if skips_updates(self.run):
             return [cause]
         skips = f"{advice} The suggested rule skips such updates, with gr.guard(optimizer, model)."
@@ -341,9 +361,7 @@ class Judge:
 
 def _advice_without_line(failure: NonFiniteError) -> str:
     """Return the advice on a value without a line."""
-    if not failure.cause:
-        return f"Look at the values that {failure.op or failure.site} reads."
-    return next((advice for begin, advice in _BY_CAUSE if failure.cause.startswith(begin)), _LOOK_BEFORE)
+    return _LOOK_BEFORE if failure.cause else f"Look at the values that {failure.op or failure.site} reads."
 
 
 def _layer(site: str) -> str:
@@ -370,11 +388,7 @@ _OUTCOMES: dict[Outcome, str] = {
     "untrained": "Nothing was updated",
     "unknown": "Too little is known of the loss",
 }
+_TRIED = " Tried at the op, in a replay of that step: all its values are finite then."
 _LOOK_BEFORE = "Look at what that value is computed from."
-_BY_CAUSE = (
-    ("the gradient that came from outside the model", KINDS["faulty loss"].advice),
-    ("the parameter ", "Look at the update before that step, and at what the parameter began with."),
-    ("the input ", KINDS["faulty input"].advice),
-)
 _ALL_GRADIENTS = 'gr.on("gradient:*", ClipByGlobalNorm(1.0))'
 _SMALLER = "start its weights smaller, lower its learning rate, or normalize its input (LayerNorm)."

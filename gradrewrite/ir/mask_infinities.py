@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,20 +45,23 @@ _RESHAPES = frozenset(
     )
 )  # fmt: skip
 _ELEMENTWISE = frozenset(("add", "sub", "rsub", "mul", "div"))
+_ADDED_PRODUCTS = frozenset(("baddbmm", "addmm"))  # the mask is the term
 
 
-def propagates(node: fx.Node, result: Any, masks: Sequence[Tensor]) -> bool:
+def propagates(node: fx.Node, result: Any, masks: Mapping[fx.Node, Tensor]) -> bool:
     """Whether an ATen node propagates the infinities of masks, and has no others.
 
     ``masks`` are those of its inputs that hold infinities that the program wrote.
     """
     name = operators.name_of(node)
-    if not masks or name not in _ATEN_PROPAGATING | _RESHAPES:
+    if not masks or name not in _ATEN_PROPAGATING | _RESHAPES | _ADDED_PRODUCTS:
         return False
-    if name not in _ELEMENTWISE:
+    if name in _ADDED_PRODUCTS and [*masks] != [node.args[0]]:  # of factors
+        return False
+    if name not in _ELEMENTWISE | _ADDED_PRODUCTS:
         return True
     written = torch.zeros_like(result, dtype=torch.bool)
-    for mask in masks:
+    for mask in masks.values():
         written |= torch.isinf(mask)
     return not bool((torch.isinf(result) & ~written).any())
 

@@ -144,4 +144,6 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def _plural(name: str, number: int) -> str:
     if name.startswith("dimension"):
         return f"{name} at"
-    return name if number == 1 else f"{name}s"
+    if number == 1:
+        return name
+    return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"

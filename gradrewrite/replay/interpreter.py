@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from gradrewrite._compat import collectives, fake_tensors, operators
+from gradrewrite._utils.tensors import computable
+from gradrewrite.errors import Story
 from gradrewrite.ir import markers
 from gradrewrite.ir.attribution import attribute_nodes, inner_gradient_nodes
 from gradrewrite.ir.inputs import GraphInput
@@ -21,9 +24,11 @@ from gradrewrite.ir.markers import number_of
 from gradrewrite.ir.mask_infinities import is_added
 from gradrewrite.numerics.measuring import OPAQUE
 from gradrewrite.replay.loop_observation import LoopObserver, ObservedLoop, RootInside
+from gradrewrite.replay.noted_calls import BatchSizes, NotedCall, operand_of, reads_values
 from gradrewrite.replay.observations import (
     Observing,
     Order,
+    Repair,
     SiteObservation,
     ValueState,
     has_nan,
@@ -31,21 +36,40 @@ from gradrewrite.replay.observations import (
     merged,
     observation,
 )
+from gradrewrite.replay.reasons import Reason
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
 FROM_LOSS = "the gradient that came from outside the model (the loss) was not finite already"
 FROM_BEHIND = "the gradient that came from behind this part of the model was not finite already"
 BEFORE_BREAK = "from before a graph break was not finite already"
+ADVICE_ON_GIVEN = {
+    "loss": "Look at the loss function: log, sqrt, a division by zero or by an empty mask; clamp its argument.",
+    "input": "Look at the batch of that step, and filter such examples before they reach the model.",
+    "parameter": "Look at the update before that step, and at what the parameter began with.",
+    "buffer": "Look at what the buffer is computed from when the model is made, or at the step that wrote it.",
+}
+_SILENT = (markers.mark_activation, markers.mark_error, *OPAQUE)
 
 
-def replay(snapshot: StepSnapshot, failed: Mapping[str, Sequence[Site]]) -> ReplayResult:
+def replay(
+    snapshot: StepSnapshot, failed: Mapping[str, Sequence[Site]], repairs: Mapping[str, Repair] = MappingProxyType({})
+) -> ReplayResult:
     """Replay a step op by op, and check every value; change nothing of the user's.
 
-    ``failed``: sites of failed checks by the node that they looked at. Roots are left out that lead neither to one
-    of these nor to an output of the graph: the infinity of a logarithm that ``torch.where`` discards is harmless.
+    Roots are left out that lead neither to a failed check nor to an output of the graph: the infinity of a logarithm
+    that ``torch.where`` discards is harmless. So are infinities of the model's inputs, unless nothing else explains
+    the step: the op that makes a NaN of them is the root.
+
+    Args:
+        snapshot: The step.
+        failed: Sites of failed checks by the node that they looked at.
+        repairs: Changes of the arguments of nodes, and of the values of inputs, by the name of the node.
     """
-    return _Replay(snapshot, failed).result()
+    found = _Replay(snapshot, failed, repairs).result()
+    if not found.roots and not repairs and found.has_given_infinities:
+        return _Replay(snapshot, failed, repairs, expects_infinities=False).result()
+    return found
 
 
 def run_again(snapshot: StepSnapshot, graph: fx.GraphModule, values: Sequence[Any]) -> list[Tensor]:
@@ -67,8 +91,16 @@ class _Plain(fx.Interpreter):
 class _Replay(Observing):
     """An interpreter of a replay graph that notes non-finite values."""
 
-    def __init__(self, snapshot: StepSnapshot, failed: Mapping[str, Sequence[Site]]) -> None:
+    def __init__(
+        self,
+        snapshot: StepSnapshot,
+        failed: Mapping[str, Sequence[Site]],
+        repairs: Mapping[str, Repair] = MappingProxyType({}),
+        *,
+        expects_infinities: bool = True,
+    ) -> None:
         super().__init__(snapshot.replay_graph.graph)
+        self._expects_infinities = expects_infinities
         replay_graph = snapshot.replay_graph
         self._snapshot = snapshot
         self._replay_graph = replay_graph
@@ -86,10 +118,16 @@ class _Replay(Observing):
         self._loops: dict[fx.Node, ObservedLoop] = {}
         self._lengths: dict[str, int] = {}  # by key of the loop
         self._result = ReplayResult()
+        self.repairs = {node: repairs[node.name] for node in self._nodes if node.name in repairs}
+        marks = self._graph.find_nodes(op="call_function", target=markers.mark_activation)
+        self._numbers = {node.all_input_nodes[0]: number_of(node) for node in marks}  # of values, by their node
         self._failed = failed
         self._failed_sites = {site for sites in failed.values() for site in sites}
         self._positions = self._positions_of_sites()
         self._given = self._given_values()
+        inputs = self._replay_graph.inputs
+        own = (node for node in self._given if (known := inputs.get(node.name)) is not None and known.role == "input")
+        self._sizes = BatchSizes.of([self._given[node][0] for node in own])
 
     def result(self) -> ReplayResult:
         """Run, and find the roots."""
@@ -115,6 +153,23 @@ class _Replay(Observing):
             if isinstance(value, Tensor):
                 self._look_at(site, n, value, self._positions.get(site, (self._order[n],)))
         return value
+
+    def name_of_value(self, node: fx.Node) -> str:
+        """Return the input, or the op that made a value."""
+        if node.op == "placeholder":
+            known = self._replay_graph.inputs.get(node.name)
+            return node.name if known is None else known.name
+        site = self._replay_graph.activations.get(self._numbers.get(node, -1))
+        if site is not None:
+            return site.output_of or f"{site.module}/{site.op}"
+        of_backward = "the backward of " if node.name in self._replay_graph.backward else ""
+        return of_backward + self._op_at(node, None)[0]
+
+    def differentiated_op(self, node: fx.Node) -> str:
+        """Return the op whose backward runs a node; ``""`` in the forward."""
+        if node.name not in self._replay_graph.backward and node not in self._inner:
+            return ""
+        return self._op_at(node, None)[0].rpartition("/")[2]
 
     def _positions_of_sites(self) -> dict[Site, Order]:
         """Positions of the sites in the order of execution."""
@@ -143,7 +198,10 @@ class _Replay(Observing):
                 held, name = self._snapshot.tangents[node.name], "the gradient of an output"
             else:
                 held, name = next(inputs), node.name if known is None else f"{known.role} {known.name}"
-            given[node] = (held.get(), name if held.is_overwritten() else "")
+            value = held.get()
+            if node in self.repairs:
+                (value,) = self.repairs[node]([value])
+            given[node] = (value, name if held.is_overwritten() else "")
             if held.is_overwritten() and known is not None and known.role != "buffer":  # a step updates its buffers
                 self._result.overwritten = name
         return given
@@ -152,8 +210,13 @@ class _Replay(Observing):
         if is_finite(value):
             return ValueState(overwritten=overwritten)
         known = self._replay_graph.inputs.get(node.name)
-        is_expected = known is not None and known.role != "parameter" and fake_tensors.is_mask(value) and is_added(node)
-        return ValueState(not is_expected, is_expected, overwritten)
+        if known is None or known.role == "parameter":
+            return ValueState(True, overwritten=overwritten)
+        is_expected, given = fake_tensors.is_mask(value) and is_added(node), ""
+        if not is_expected and known.role == "input" and not has_nan(value):
+            self._result.has_given_infinities = True
+            is_expected, given = self._expects_infinities, known.name
+        return ValueState(not is_expected, is_expected, overwritten, given)
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         if node.target in OPAQUE:  # a measurement, from which nothing is computed before the records are packed
@@ -222,7 +285,9 @@ class _Replay(Observing):
                 )
             elif not read and node not in self._loops:
                 roots[node] = None
-        return [self._root(node, inside, bad) for node, inside in reversed(roots.items())]
+        found = [self._root(node, inside, bad) for node, inside in reversed(roots.items())]
+        self.noted.clear()  # with their tensors
+        return found
 
     def _origins_of(self, node: fx.Node, bad: set[fx.Node]) -> tuple[list[fx.Node], list[RootInside], fx.Node]:
         """Return the origins of a bad value: nodes, and ops inside a loop, with the loop."""
@@ -247,7 +312,11 @@ class _Replay(Observing):
         if inside is not None and is_forward:
             reached.add(self._call_of(node, inside).name)
         op, source = self._op_at(node, inside) if node.op != "placeholder" else ("", "")
+        call = self.noted.get(node) if inside is None else self._loops[node].noted.get(inside)
         return RootCause(
+            node=node.name,
+            repair=self._repair_of(node, call) if inside is None else None,
+            story=self._story_of(node, call, reached),
             order=order,
             is_forward=is_forward,
             op=op,
@@ -258,6 +327,75 @@ class _Replay(Observing):
             reached=frozenset(reached),
             overwritten=self.states[node].overwritten,
         )
+
+    def _repair_of(self, node: fx.Node, call: NotedCall | None) -> Repair | None:
+        if node.op == "placeholder":
+            return lambda values: [torch.nan_to_num(values[0], 0.0, 0.0, 0.0)]
+        return None if call is None or call.reason is None else call.reason.repair
+
+    def _story_of(self, node: fx.Node, call: NotedCall | None, reached: Collection[str]) -> Story:
+        """Tell why and where a root is not finite, and what it reaches."""
+        if node.op == "placeholder":
+            call = self._note_given(node)
+        where, rows = ("", ()) if call is None else call.places(self._sizes)
+        reason = None if call is None else call.reason
+        given = self.states[node].given
+        why = "" if reason is None else reason.why
+        known = self._replay_graph.inputs.get(node.name)
+        advice = ADVICE_ON_GIVEN.get("loss" if known is None else known.role, "") if node.op == "placeholder" else ""
+        return Story(
+            why=f"{why}, {given} is infinite there" if given and why else why,
+            advice=advice if reason is None or not reason.advice else reason.advice,
+            operands=() if call is None else call.operands,
+            indices=where,
+            rows=rows,
+            parameter=self._first_parameter(reached),
+            cover=self._covers(node, reached),
+            is_overflow=reason is not None and reason.is_overflow,
+        )
+
+    def _note_given(self, node: fx.Node) -> NotedCall | None:
+        value = self._given[node][0]
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return None
+        kind = "NaN" if not torch.isinf(value).any() else "NaN and infinite" if has_nan(value) else "infinite"
+        elements = torch.isfinite(computable(value)).logical_not()
+        return NotedCall(Reason(kind, ""), (operand_of(self.name_of_value(node), value),), elements, None)
+
+    def _first_parameter(self, reached: Collection[str]) -> str:
+        """Return the parameter whose gradient is the first of those that a value reaches."""
+        found = [
+            (self._order[node], site.name)
+            for site, node in self._gradients.items()
+            if isinstance(node, fx.Node) and node.name in reached and site.kind == "gradient"
+        ]
+        return min(found)[1] if found else ""
+
+    def _covers(self, root: fx.Node, reached: Collection[str]) -> tuple[str, ...]:
+        """Return the ops that hide non-finite values from a finite loss."""
+        known = self._replay_graph
+        gradients = set(self._gradients.values())
+        outputs = [n for n in self._output.all_input_nodes if n not in gradients and n.name not in known.backward]
+        if any(self.states[n].is_bad for n in outputs if n in self.states):
+            return ()
+        number = self._ops.get(root, -1)
+        todo = [n for n, own in self._numbers.items() if own == number] if root.name in known.backward else [root]
+        seen, found = set(todo), []
+        while todo:
+            at = todo.pop()
+            state = self.states.get(at)
+            if state is None or at.name in known.backward or not (state.is_bad or state.is_expected):
+                continue
+            for user in at.users:
+                if user in seen or user.name in known.backward or user.op == "output" or user.target in _SILENT:
+                    continue
+                seen.add(user)
+                own = self.states.get(user)
+                if own is not None and not (own.is_bad or own.is_expected) and reads_values(user):
+                    found.append(user)
+                todo.append(user)
+        named = ((self._op_at(n, None)) for n in sorted(found, key=self._order.__getitem__))
+        return tuple(dict.fromkeys(f"{op.rpartition('/')[2]}, {source}" if source else op for op, source in named))[:2]
 
     def _place_of(self, node: fx.Node, inside: RootInside | None) -> tuple[Order, bool]:
         """Return the place of a root, and whether it is one of the forward."""
@@ -323,6 +461,7 @@ def _apart(snapshot: StepSnapshot, values: Sequence[Any]) -> Iterator[None]:
 class RootCause:
     """A root cause of non-finite values: an op, or a graph input."""
 
+    node: str  # its name
     order: Order  # position in the order of execution
     is_forward: bool  # whether it belongs to the forward
     op: str  # ``module/op`` of the op that was run, forward or backward; ``""`` for what came in
@@ -332,6 +471,13 @@ class RootCause:
     given: GraphInput | None  # what that is; None for an op, and for the loss
     reached: frozenset[str]  # names of the non-finite values that it leads to
     overwritten: str  # an input that was overwritten meanwhile and on which it depends; ``""`` if there is none
+    story: Story
+    repair: Repair | None  # of its arguments
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether code made it that was not traced."""
+        return self.came_in in (FROM_LOSS, FROM_BEHIND) or self.came_in.endswith(BEFORE_BREAK)
 
 
 @dataclass
@@ -341,3 +487,4 @@ class ReplayResult:
     seen: list[SiteObservation] = field(default_factory=list)  # values of sites, in the order of execution
     roots: list[RootCause] = field(default_factory=list)  # root causes, in that order
     overwritten: str = ""  # an input that was overwritten since; ``""`` if there is none
+    has_given_infinities: bool = False  # an input of the model has infinities

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from gradrewrite.ir.loop_code import LoopCode
 from gradrewrite.ir.replay_graph import ReplayLoop
+from gradrewrite.replay.noted_calls import NotedCall
 from gradrewrite.replay.observations import Observing, SiteObservation, ValueState, is_finite, merged, observation
 from gradrewrite.sites import Site
 
@@ -34,6 +35,7 @@ class ObservedLoop:
     results: list[ValueState] = field(default_factory=list)  # of the operator, in order
     origins: list[Origins] = field(default_factory=list)  # of these
     failed: Origins = frozenset()  # of bad values at failed checks
+    noted: dict[RootInside, NotedCall] = field(default_factory=dict)
 
 
 class LoopObserver:
@@ -67,8 +69,10 @@ class LoopObserver:
         for k in range(length):
             at = length - 1 - k if code.is_reversed else k
             iteration = k if self._is_forward else length - 1 - k
-            body = _Body(code.body, [*carries, *(known.row(at) for known in inputs), *invariants], iteration, k)
+            own = [*carries, *(known.row(at) for known in inputs), *invariants]
+            body = _Body(code.body, own, self._replayed, iteration, k)
             results = body.results()
+            found.noted |= {RootInside(node.name, iteration, k): call for node, call in body.noted.items()}
             self._look(body, name, (order, k), found)
             for n, known in enumerate(results):
                 if n < len(carries) and not code.stacked[n]:  # the last value alone is returned
@@ -108,12 +112,26 @@ class _Known:
 class _Body(Observing):
     """An interpreter of one iteration."""
 
-    def __init__(self, gm: fx.GraphModule, given: Sequence[_Known], iteration: int, number: int) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, given: Sequence[_Known], replayed: ReplayLoop, iteration: int, number: int
+    ) -> None:
         super().__init__(gm)
+        self._replayed = replayed
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.known = dict(zip(placeholders, given, strict=True))
         self.states = {node: known.state for node, known in self.known.items()}
         self.iteration, self._number = iteration, number
+
+    def name_of_value(self, node: fx.Node) -> str:
+        """Return the op of a value; of an argument its name in the body."""
+        site = self._replayed.site_of_op(self._replayed.name_in_body(node.name), self.iteration)
+        return node.name if site is None else f"{site.module}/{site.op}"
+
+    def differentiated_op(self, node: fx.Node) -> str:
+        """Return the op whose backward runs a node; ``""`` in the forward."""
+        name = self._replayed.name_in_body(node.name)
+        site = self._replayed.site_of_op(name, self.iteration)
+        return "" if name in self._replayed.of_forward else (node.name if site is None else site.op)
 
     def results(self) -> list[_Known]:
         """Run; return the results."""

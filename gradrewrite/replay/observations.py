@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import Tensor, fx
 from gradrewrite._compat import operators
 from gradrewrite._utils.tensors import computable, tensors_in
 from gradrewrite.ir.mask_infinities import has_infinite_literal, propagates
+from gradrewrite.replay.noted_calls import NotedCall, note_call
 from gradrewrite.sites import Site
 
+Repair = Callable[[list[Any]], list[Any]]  # of the arguments of a call
 Order = tuple[int, ...]  # the position of a node in its graph; inside a loop the iteration and the position there, too
 
 
@@ -24,6 +26,7 @@ class ValueState:
     is_bad: bool = False
     is_expected: bool = False  # it is not finite, by what the program wrote
     overwritten: str = ""  # an input that was overwritten meanwhile and on which it depends
+    given: str = ""  # the input of the model whose infinities it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +49,37 @@ class Observing(fx.Interpreter):
         super().__init__(gm)
         self.extra_traceback = False  # the error of a node stays as it is
         self.states: dict[fx.Node, ValueState] = {}
+        self.noted: dict[fx.Node, NotedCall] = {}  # calls that made bad values
+        self.repairs: Mapping[fx.Node, Repair] = {}  # of arguments of calls
+
+    def name_of_value(self, node: fx.Node) -> str:
+        """Return the name of a value for a reader."""
+        raise NotImplementedError
+
+    def differentiated_op(self, node: fx.Node) -> str:
+        """Return the op of the forward whose backward runs a node; ``""`` for a node of the forward."""
+        raise NotImplementedError
 
     def observed(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Run a node that calls an operator, and note the state of its value."""
         states = self.states
         reads = [states[n] for n in node.all_input_nodes if n in states]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+        if node in self.repairs:
+            args, kwargs = _repaired(self.repairs[node], args, kwargs)
         result = operators.run_node(node, args, kwargs)
         needed = [states[n] for n in operators.nodes_that_matter(node) if n in states]
         state = ValueState(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))
         if not is_finite(result):
-            masks = [values[n] for n in node.all_input_nodes if n in states and states[n].is_expected]
+            masks = {n: values[n] for n in node.all_input_nodes if n in states and states[n].is_expected}
             is_written = has_infinite_literal(node) or propagates(node, result, masks)
             state.is_expected = is_written and not has_nan(result) and not any(s.is_bad for s in reads)
             state.is_bad = not state.is_expected
+            state.given = next((s.given for s in reads if s.given), "")
+            if state.is_bad and not any(s.is_bad for s in reads):
+                call = note_call(node, args, kwargs, result, self.differentiated_op(node), self.name_of_value)
+                if call is not None:
+                    self.noted[node] = call
         states[node] = state
         return result
 
@@ -68,12 +88,19 @@ class Observing(fx.Interpreter):
         return {node for node, state in self.states.items() if state.is_bad}
 
 
+def _repaired(repair: Repair, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with some of them changed."""
+    values = repair([*args, *kwargs.values()])
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
 def merged(states: Iterable[ValueState]) -> ValueState:
     """Return the state of several values together."""
     own = list(states)
     is_bad = any(state.is_bad for state in own)
     is_expected = not is_bad and any(state.is_expected for state in own)
-    return ValueState(is_bad, is_expected, next((state.overwritten for state in own if state.overwritten), ""))
+    overwritten = next((state.overwritten for state in own if state.overwritten), "")
+    return ValueState(is_bad, is_expected, overwritten, next((state.given for state in own if state.given), ""))
 
 
 def observation(site: Site, node: str, value: Tensor, order: Order, state: ValueState) -> Iterable[SiteObservation]:

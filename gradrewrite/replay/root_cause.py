@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from gradrewrite._compat import collectives
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.distributed.groups import this_rank
-from gradrewrite.errors import NonFiniteError, PrecedingSite
+from gradrewrite.errors import NonFiniteError, PrecedingSite, Story
 from gradrewrite.ir.outputs import PlacedCheck
 from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.ir.reports import OnFailure
@@ -18,7 +19,7 @@ from gradrewrite.replay.observations import Order, SiteObservation
 from gradrewrite.replay.step_snapshot import CheckedGraph
 from gradrewrite.sites import Site
 
-_WINDOW = 5
+_WINDOW, _MOST_ROOTS = 5, 3
 _ELSEWHERE = (
     "what this process computed is finite: it came from another process, with which gradients are averaged, and which "
     "names the op"
@@ -103,6 +104,7 @@ def _from_replays(
     if not roots:
         return analyse_checks(step, graphs, modes, _ELSEWHERE if any(map(_averages, graphs)) else _DID_NOT_FAIL)
     _, number, root = roots[0]
+    story = _story(roots[0][2], [entry[2] for entry in roots[1:]], _mends(graphs, results))
     seen = sorted(((position(n, s), n, s) for n, e in enumerate(results) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
     behind = [(n, s) for n, s in bad if n == number and position(n, s) >= position(n, root)]
@@ -110,6 +112,7 @@ def _from_replays(
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
         error = analyse_checks(step, graphs, modes)
         error.op, error.source, error.cause, error.is_inner = root.op, root.source, root.came_in, root.is_inner
+        error.is_from_outside, error.story = root.is_from_outside, story
         return error
     before = [s for _, n, s in seen if position(n, s) < position(*first)]
     stale = next((e.overwritten for e in results if e.overwritten), "")
@@ -125,7 +128,34 @@ def _from_replays(
         cause=root.came_in,
         note=f"{stale} was overwritten since the forward: figures that rest on it are those of now" if stale else "",
         rank=this_rank(),
+        is_from_outside=root.is_from_outside,
+        story=story,
     )
+
+
+def _story(root: RootCause, others: Sequence[RootCause], is_mended: bool) -> Story:
+    """Return the story of the first root, with the others and whether its advice mends the step."""
+    own = {(root.op, root.source, root.came_in)}
+    rest = {key: one for one in others if (key := (one.op, one.source, one.came_in)) not in own}
+    texts = tuple(map(_root_text, list(rest.values())[:_MOST_ROOTS]))
+    return replace(root.story, roots=texts, is_tried=is_mended)
+
+
+def _root_text(root: RootCause) -> str:
+    made = root.came_in or f"{'' if root.is_forward else 'the backward of '}{root.op}"
+    return ", ".join(part for part in (made, root.source, str(replace(root.story, parameter="", cover=()))) if part)
+
+
+def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> bool:
+    """Whether the step is finite where all its roots are mended as advised."""
+    if not all(root.repair for found in results for root in found.roots):
+        return False
+    for graph, found in zip(graphs, results, strict=True):
+        if found.roots and graph.snapshot is not None:
+            repairs = {root.node: root.repair for root in found.roots if root.repair}
+            if replay(graph.snapshot, {}, repairs).roots:
+                return False
+    return True
 
 
 def _counts(root: RootCause, number: int, last: int) -> bool:
