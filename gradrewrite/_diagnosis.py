@@ -29,10 +29,11 @@ from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.backends.traced_step import METHOD, ComputeLoss, TrainingStep, arguments_of, own_batch
 from gradrewrite.diagnostics.causes import Cause, Outcome
 from gradrewrite.diagnostics.constant_answers import Classes, Targets
-from gradrewrite.diagnostics.health import Health, examine
-from gradrewrite.diagnostics.judge import Evidence
+from gradrewrite.diagnostics.health import Health, examine, without_rules
+from gradrewrite.diagnostics.judge import KEEP_ZEROS, SKIP, Evidence, Remedy
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
 from gradrewrite.diagnostics.run_log import last_run
+from gradrewrite.diagnostics.trials import Trial
 from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.module import RewrittenModule, restore, shown, transform
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
+AS_IT_IS, SUGGESTED = "as it is", "suggested policy"
 GLOBAL_BOUND = 1.0  # of the global clip that is tried, as most trainings have it
 _RECTIFIERS = frozenset(("relu", "relu_", "relu6", "threshold"))
 _SATURATING = frozenset(("tanh", "tanh_", "sigmoid", "sigmoid_"))
@@ -57,6 +59,7 @@ _NAMED = 5  # parameters in one remark
 _LINE = re.compile(r'[^"]+:\d+ ".*"(?=: )')  # before the reason of a graph break
 _BROKEN_LINE = re.compile(r'\n +([^"\n]+:\d+ ".*")\n')  # in the error of a graph break
 _MOST_GRAPHS = 4  # of a model with its loss: a Python value that changes, as a counter, makes one a step
+_MOST_FOLLOWING = 3  # batches behind a step that is not finite, to tell whether skipping it helps
 _MOST_BREAKS = 3  # in the text of one cause
 
 
@@ -74,6 +77,7 @@ class Diagnosis:
             names of ``gradrewrite.passes``; ``""`` where a policy is no remedy.
         trials: With ``try_clips=True`` the losses by step, from the same start on the same batches: ``"as it is"``,
             ``"global clip"`` (of all gradients, to a norm of 1) and, where there is a policy, ``"suggested policy"``.
+            Each has ``skipped`` and ``is_bad`` too. A policy that does not help is no longer suggested.
         health: The figures of all sites, for programs.
         audit: The audit of the first step, whose faults are among the causes; None if it could not run.
         graph: The largest graph of the model and its loss, without clips, for drawing.
@@ -84,7 +88,7 @@ class Diagnosis:
     remarks: tuple[str, ...]
     verdict: str
     policy: str
-    trials: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    trials: Mapping[str, Trial] = field(default_factory=lambda: MappingProxyType({}))
     health: Health | None = field(default=None, repr=False, compare=False)
     graph: JointGraph | None = field(default=None, repr=False, compare=False)
     audit: Audit | None = field(default=None, repr=False, compare=False)
@@ -95,7 +99,8 @@ class Diagnosis:
         if self.health is not None and self.causes:
             parts += [f"What to change: {self.health.verdict.advice}", *([self.policy] if self.policy else [])]
         parts += [f"{cause.kind}: {cause.text}" for cause in self.causes[1:]]
-        parts += [f"{name}: loss {losses[0]:.4g} -> {losses[-1]:.4g}" for name, losses in self.trials.items() if losses]
+        plain = self.trials.get(AS_IT_IS)
+        parts += [f"{name}: {one.text(None if one is plain else plain)}" for name, one in self.trials.items()]
         return "\n".join([*parts, *(f"remark: {text}" for text in self.remarks)])
 
     def render(self, path: str | os.PathLike[str]) -> str:
@@ -215,19 +220,37 @@ def diagnose(
         faults = () if audited is None else tuple(map(with_line, audited.causes))
         evidence = replace(evidence, audited=faults, remarks=(*evidence.remarks, *remarks))
         health = examine(monitor.steps(), evidence=evidence)
-        verdict = health.verdict
-        rules = verdict.code if verdict.causes else ()
-        policy = "[\n" + "".join(f"    {rule},\n" for rule in rules) + "]" if rules else ""
         trials = {}
         if try_clips:
-            known = {name: getattr(passes, name) for name in passes.__all__}
-            tried = {"global clip": on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND))}
-            if policy:
-                tried["suggested policy"] = eval(policy, {**known, "gr": SimpleNamespace(on=on)})  # our own text
-            trials = {"as it is": tuple(losses)}
-            trials |= {name: tuple(train(stream, [one], name)[1]) for name, one in tried.items()}
-    texts = verdict.outcome, verdict.causes, verdict.remarks, verdict.text, policy
+            trials = {AS_IT_IS: Trial(losses, is_bad=health.verdict.outcome == "non-finite")}
+            trials["global clip"] = train.tried(
+                stream, on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND)), "global clip"
+            )
+            if policy := _policy(health):
+                trials[SUGGESTED] = train.tried(stream, _evaluated(policy), SUGGESTED)
+                if not trials[SUGGESTED].is_better_than(trials[AS_IT_IS]):
+                    health = without_rules(
+                        health, f"Tried, and of no help, so that it is not suggested: {_on_one_line(policy)}."
+                    )
+    verdict = health.verdict
+    texts = verdict.outcome, verdict.causes, verdict.remarks, verdict.text, _policy(health)
     return Diagnosis(*texts, trials, health, train.graph, audited)
+
+
+def _policy(health: Health) -> str:
+    """Return the code of the rules against the causes; ``""`` without any."""
+    rules = health.verdict.code if health.verdict.causes else ()
+    return "[\n" + "".join(f"    {rule},\n" for rule in rules) + "]" if rules else ""
+
+
+def _evaluated(policy: str) -> Policy:
+    known = {name: getattr(passes, name) for name in passes.__all__}
+    found: Policy = eval(policy, {**known, "gr": SimpleNamespace(on=on)})  # our own text
+    return found
+
+
+def _on_one_line(policy: str) -> str:
+    return ", ".join(line.strip().rstrip(",") for line in policy.splitlines()[1:-1])
 
 
 def _check(model: Any, optimizer: Any) -> None:
@@ -352,8 +375,8 @@ class _Trainer:
 
     def __call__(
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"
-    ) -> tuple[Monitor, list[float], Evidence]:
-        """Train one copy with a policy; stop at the first step that is not finite.
+    ) -> tuple[Monitor, Trial, Evidence]:
+        """Train one copy with a policy; stop at the first step that is not finite, unless it is skipped.
 
         Where the model is not one graph, another copy trains from the start, in parts.
         """
@@ -365,7 +388,7 @@ class _Trainer:
 
     def _train(
         self, batches: Iterable[Any], policy: Policy, stage: str, *, fullgraph: bool
-    ) -> tuple[Monitor, list[float], Evidence]:
+    ) -> tuple[Monitor, Trial, Evidence]:
         model, optimizer = self._copies()
         run = _Run(self, model, policy, fullgraph=fullgraph)
         if optimizer is not None and policy is not observe:
@@ -375,17 +398,31 @@ class _Trainer:
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RewriteWarning)  # graph breaks and the like are among the remarks
             warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+            batches, is_bad = iter(batches), False
             for batch in batches:
-                if not run.step(batch):
+                is_bad = not run.step(batch)
+                if is_bad and policy is observe:
                     run.explain(batch)
                     break
+                num_skipped = run.rewritten.monitor.skipped
                 if optimizer is not None:
                     optimizer.step()
+                if is_bad and run.rewritten.monitor.skipped == num_skipped:
+                    break
+                is_bad = False
                 progress.advance()
             recurrent = run.look(batch) if policy is observe else frozenset()
-        if policy is observe:
-            self.graph = run.graph
-        return run.rewritten.monitor, run.losses, run.evidence(recurrent, is_trained=optimizer is not None)
+            monitor, evidence = run.rewritten.monitor, run.evidence(recurrent, is_trained=optimizer is not None)
+            if policy is observe:
+                self.graph = run.graph
+                if is_bad:
+                    following = list(itertools.islice(batches, _MOST_FOLLOWING))
+                    evidence = replace(evidence, remedies=run.remedies(batch, following))
+        return monitor, Trial(run.losses, monitor.skipped, is_bad=is_bad), evidence
+
+    def tried(self, batches: Iterable[Any], policy: Policy, name: str) -> Trial:
+        """Train one copy with a policy; return its losses."""
+        return self(batches, [policy], name)[1]
 
     def _copies(self) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         gc.collect()  # the last copy: the error of a failed trace holds it in a cycle
@@ -474,9 +511,10 @@ class _Run:
         value = self._value(batch)
         value.backward()
         self.losses.append(float(value.detach()))
-        real = [t.detach() for t in tensors_in(batch) if t.is_floating_point() and t.numel()]
-        if real:
-            self._sizes[len(self.losses) - 1] = max(float(t.abs().max()) for t in real)
+        real = [t.detach() for t in tensors_in(batch) if t.is_floating_point()]
+        finite = [t[torch.isfinite(t)].abs() for t in real]
+        if sizes := [float(t.max()) for t in finite if t.numel()]:
+            self._sizes[len(self.losses) - 1] = max(sizes)
         if self._is_observed:
             if not self._num_graphs:
                 raise TraceError(
@@ -486,6 +524,8 @@ class _Run:
         self._search_classes()
         if self._has_classes:
             self._classes.count(batch)
+        if not self._is_observed:
+            return math.isfinite(self.losses[-1]) and has_finite_gradients(self._model)
         return not _is_bad(self.rewritten.monitor, self.losses[-1])
 
     def _value(self, batch: Any) -> Tensor:
@@ -525,6 +565,32 @@ class _Run:
                 self._remarks.append(f"The step could not be run again with its loss ({text}).")
         if self._failure is not None:
             name_break(self._failure, self.rewritten.explain().skipped)
+
+    def remedies(self, batch: Any, following: Sequence[Any]) -> tuple[Remedy, ...]:
+        """Return the rules that mend the last step, or leave it out, as tried on the model as it is now."""
+        restore(self.rewritten)
+        is_hidden = math.isfinite(self.losses[-1])  # in the forward
+        if (
+            is_hidden
+            and self._random is not None
+            and self._is_finite(batch, _evaluated(f"[\n{KEEP_ZEROS.rule}\n]"), self._random)
+        ):
+            return (KEEP_ZEROS,)
+        goes_on = any(self._is_finite(one, []) for one in following)
+        return (SKIP,) if goes_on else ()
+
+    def _is_finite(self, batch: Any, policy: Policy, random: RandomState | None = None) -> bool:
+        """Return whether loss and gradients of a batch are finite with a policy."""
+        self._model.zero_grad()
+        rewritten = transform(self._model, policy, fullgraph=self._fullgraph, monitor=Monitor())
+        try:
+            if random is not None:
+                random.restore()
+            value = self._loss(rewritten, batch, Targets())
+            value.backward()
+            return math.isfinite(float(value.detach())) and has_finite_gradients(self._model)
+        finally:
+            restore(rewritten)
 
     def look(self, batch: Any) -> frozenset[str]:
         """Run the last step eagerly; return the recurrent modules."""
@@ -578,6 +644,12 @@ def _is_bad(monitor: Monitor, loss: float) -> bool:
     last = bad_steps(run)[-1:]
     is_bad = any(one.step is run.steps[-1] and not is_in_errors_alone(run, one) for one in last)
     return is_bad or not math.isfinite(loss)
+
+
+def has_finite_gradients(model: nn.Module) -> bool:
+    """Return whether the gradients of all parameters are finite."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return all(bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in gradients)
 
 
 def last_failure(monitor: Monitor) -> tuple[NonFiniteError | None, str]:

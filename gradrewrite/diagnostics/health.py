@@ -105,6 +105,13 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evide
     return Health(run, verdict, sites, findings, faults, _first_bad(run, loss), text, baseline_bad)
 
 
+def without_rules(health: Health, remark: str) -> Health:
+    """Return a judgement without its rules, with a remark why."""
+    causes = tuple(replace(cause, rules=()) for cause in health.verdict.causes)
+    verdict = replace(health.verdict, code=(), causes=causes, remarks=(*health.verdict.remarks, remark))
+    return replace(health, verdict=verdict, faults=tuple(replace(fault, rules=()) for fault in health.faults))
+
+
 def _first_bad(run: Run, loss: Loss | None) -> tuple[str, int, float] | None:
     """Return the first non-finite value of sites and loss."""
     bad = next(iter(bad_steps(run)), None)

@@ -33,6 +33,26 @@ _NEAR = 3  # steps around a spike
 
 
 @dataclass(frozen=True, slots=True)
+class Remedy:
+    """A rule that was tried on a step that is not finite, and helps."""
+
+    rule: str
+    text: str
+
+
+KEEP_ZEROS = Remedy(
+    'gr.on("backward:*/*", KeepZeros())',
+    "Or leave the model as it is, with the suggested rule: what does not reach the loss gets no error. Tried on that "
+    "batch: all its gradients are finite then.",
+)
+SKIP = Remedy(
+    'gr.on("gradient:*", CheckFinite("skip"))',
+    "Until then the suggested rule skips such updates, with gr.guard(optimizer, model); batches behind that step were "
+    "tried, and are finite.",
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """Knowledge of a run beside its records."""
 
@@ -44,6 +64,7 @@ class Evidence:
     remarks: tuple[str, ...] = ()  # what is no fault
     constant_loss: float = math.nan  # of the best constant answer, where targets are classes; NaN if not known
     audited: tuple[Cause, ...] = ()  # faults of the training step itself
+    remedies: tuple[Remedy, ...] = ()  # against the failure
 
 
 def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
@@ -133,9 +154,12 @@ class Judge:
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, the gravest first."""
-        found, is_grave = self.bad_batch(), any(traits_of(one.kind).gravity != "mild" for one in self.findings)
+        found, is_grave = (
+            self.op_at_fault() or self.bad_batch(),
+            any(traits_of(one.kind).gravity != "mild" for one in self.findings),
+        )
         if self.outcome == "non-finite":
-            found = [*self.op_at_fault(), *found, *self.exploding()]
+            found += [] if found and found[0].kind == "non-finite op" else self.exploding()
             found = found or self.one_layer() or self.learning_rate() or self.op()
         elif self.outcome not in ("learns", "unknown"):
             idle, full = dead(self.run, {("zeros", "activation"): DEAD}), saturated(self.run)
@@ -297,7 +321,8 @@ class Judge:
         An overflow is explained by what made the values grow, as far as that is known.
         """
         story = None if self.evidence.failure is None else self.evidence.failure.story
-        return self.op() if story is not None and story.why and not story.is_overflow else []
+        is_explained = story is not None and story.why and not story.is_overflow
+        return self.op() if is_explained and self.outcome == "non-finite" else []
 
     def op(self) -> list[Cause]:
         """The op behind the first non-finite value, by a replay."""
@@ -319,10 +344,9 @@ class Judge:
             cover=story.cover,
             roots=story.roots,
         )
-        if skips_updates(self.run):
-            return [cause]
-        skips = f"{advice} The suggested rule skips such updates, with gr.guard(optimizer, model)."
-        return [replace(cause, advice=skips, rules=('gr.on("gradient:*", CheckFinite("skip"))',))]
+        tried = () if skips_updates(self.run) else self.evidence.remedies
+        advice = " ".join((cause.advice, *(remedy.text for remedy in tried)))
+        return [replace(cause, advice=advice, rules=tuple(remedy.rule for remedy in tried))]
 
     def underflow(self) -> list[Cause]:
         """Zeros in float16, at the site nearest to the loss."""

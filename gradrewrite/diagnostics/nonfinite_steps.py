@@ -31,6 +31,7 @@ class BadStep:
 def bad_steps(run: Run) -> list[BadStep]:
     """Return the non-finite steps, without expected infinities."""
     bad = [BadStep(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
+    bad = [one for one in bad if not _is_in_inputs_alone(run, one)]
     expected = _expected_infinities(run, bad)
     return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
 
@@ -106,6 +107,13 @@ def _is_harmless(run: Run, bad: BadStep) -> bool:
     found = [run.series[address] for address in bad.step.records]
     is_recorded = any(one.at.kind in BACKWARD and one.record in (*COUNTS, *MAGNITUDES) for one in found)
     return is_recorded and not any(kind_of(site) in BACKWARD for site in bad.sites)
+
+
+def _is_in_inputs_alone(run: Run, bad: BadStep) -> bool:
+    """Whether inputs are not finite, and what was recorded of the backward and the loss is."""
+    loss = loss_series(run)
+    is_finite = loss is None or math.isfinite(loss.by_step.get(bad.step.step, 0.0))
+    return is_finite and all(site.startswith("data:") for site in bad.sites) and _is_harmless(run, bad)
 
 
 def _has_nan(records: Mapping[str, float], site: str) -> bool:

@@ -36,7 +36,7 @@ from gradrewrite.replay.observations import (
     merged,
     observation,
 )
-from gradrewrite.replay.reasons import Reason
+from gradrewrite.replay.reasons import DERIVATIVES, Reason
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 
@@ -272,22 +272,25 @@ class _Replay(Observing):
         bad = self.bad()
         leads = {node for node in bad if node.name in self._failed} | (bad & set(self._output.all_input_nodes))
         leads |= {node for node, found in self._loops.items() if found.failed}
-        roots: dict[fx.Node, RootInside | None] = {}
+        roots: dict[tuple[fx.Node, str], RootInside | None] = {}  # by the node, in a loop also that of the body
         for node in reversed(self._nodes):
             if node not in leads:
                 continue
             read, inside, loop = self._origins_of(node, bad)
             leads.update(read)
-            if inside:
-                roots[loop] = min(
-                    [*inside, *filter(None, [roots.get(loop)])],
-                    key=lambda root: (not (place := self._place_of(loop, root))[1], place[0]),
-                )
-            elif not read and node not in self._loops:
-                roots[node] = None
-        found = [self._root(node, inside, bad) for node, inside in reversed(roots.items())]
+            for root in inside:
+                known = roots.get((loop, root.node))
+                if known is None or self._time_of(loop, root) < self._time_of(loop, known):
+                    roots[loop, root.node] = root
+            if not inside and not read and node not in self._loops:
+                roots[node, ""] = None
+        found = [self._root(node, root, bad) for (node, _), root in roots.items()]
         self.noted.clear()  # with their tensors
-        return found
+        return sorted(found, key=lambda root: (not root.is_forward, root.order))
+
+    def _time_of(self, loop: fx.Node, root: RootInside) -> tuple[bool, Order]:
+        order, is_forward = self._place_of(loop, root)
+        return not is_forward, order
 
     def _origins_of(self, node: fx.Node, bad: set[fx.Node]) -> tuple[list[fx.Node], list[RootInside], fx.Node]:
         """Return the origins of a bad value: nodes, and ops inside a loop, with the loop."""
@@ -302,7 +305,7 @@ class _Replay(Observing):
         return read, [n for n in origins if isinstance(n, RootInside)], loop
 
     def _root(self, node: fx.Node, inside: RootInside | None, bad: set[fx.Node]) -> RootCause:
-        reached, todo = set(), [node]
+        reached, todo = {node.name}, self._results_of(node, inside, bad)
         while todo:
             at = todo.pop()
             if at.name not in reached:
@@ -314,6 +317,8 @@ class _Replay(Observing):
         op, source = self._op_at(node, inside) if node.op != "placeholder" else ("", "")
         call = self.noted.get(node) if inside is None else self._loops[node].noted.get(inside)
         return RootCause(
+            is_again=not is_forward
+            and (node.name if inside is None else inside.node).rstrip("_0123456789") not in DERIVATIVES,
             node=node.name,
             repair=self._repair_of(node, call) if inside is None else None,
             story=self._story_of(node, call, reached),
@@ -327,6 +332,18 @@ class _Replay(Observing):
             reached=frozenset(reached),
             overwritten=self.states[node].overwritten,
         )
+
+    def _results_of(self, node: fx.Node, inside: RootInside | None, bad: Collection[fx.Node]) -> list[fx.Node]:
+        """Return the bad values that read a root; of a loop the results that come from this op inside."""
+        users = [user for user in node.users if user in bad]
+        if inside is None:
+            return users
+        origins = [{o.node for o in own if isinstance(o, RootInside)} for own in self._loops[node].origins]
+        return [
+            user
+            for user in users
+            if user.target is not operator.getitem or inside.node in origins[user.args[1]]  # type: ignore[index]
+        ]
 
     def _repair_of(self, node: fx.Node, call: NotedCall | None) -> Repair | None:
         if node.op == "placeholder":
@@ -473,6 +490,7 @@ class RootCause:
     overwritten: str  # an input that was overwritten meanwhile and on which it depends; ``""`` if there is none
     story: Story
     repair: Repair | None  # of its arguments
+    is_again: bool = False  # it is an op of the forward that the backward computes again
 
     @property
     def is_from_outside(self) -> bool:

@@ -37,7 +37,7 @@ class OpCall:
 
     Attributes:
         op: Its name, that of the operator without namespace, overload and underscores: ``softmax``.
-        args: Its arguments, keyword arguments behind them.
+        args: All its arguments, keyword arguments last.
         result: Its first result with a NaN or an infinity.
         backward_of: The op of the forward that it differentiates, as the program calls it; ``""`` in the forward.
         earlier: The ops that made its operands, the nearest first.
@@ -455,6 +455,7 @@ _ROOTS = (
     "cdist",
     "pairwise_distance",
 )
+DERIVATIVES = frozenset(("div", "pow", "rsqrt", "reciprocal", "mul", "sub", "add", "sum"))  # ops of backwards
 _AT_ZERO = ("div", "pow", "rsqrt", "reciprocal", "")
 
 TABLE: tuple[Row, ...] = (
@@ -516,7 +517,7 @@ TABLE: tuple[Row, ...] = (
         "Pass zero_infinity=True, or leave out examples whose labels, with one frame more between two equal ones, are "
         "more than their frames.",
         _too_long,
-        lambda args: [*args[:4], *args[4:-1], True] if isinstance(args[-1], bool) else [*args, True],
+        lambda args: [*args[:-1], True],
         dims=("row",),
     ),
     Row(
@@ -537,7 +538,6 @@ TABLE: tuple[Row, ...] = (
         ("var", "std", "var_mean", "std_mean"),
         "Pass correction=0 (unbiased=False), or compute it over more than one element.",
         _one_element,
-        lambda args: args[:1],
     ),
     Row(
         "log of a negative number",

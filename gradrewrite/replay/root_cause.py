@@ -135,8 +135,12 @@ def _from_replays(
 
 def _story(root: RootCause, others: Sequence[RootCause], is_mended: bool) -> Story:
     """Return the story of the first root, with the others and whether its advice mends the step."""
-    own = {(root.op, root.source, root.came_in)}
-    rest = {key: one for one in others if (key := (one.op, one.source, one.came_in)) not in own}
+    keys = {(root.op, root.source, root.came_in)}
+    others = [one for one in others if not (root.is_forward and (one.is_from_outside or one.is_again))]
+    rest: dict[tuple[str, str, str], RootCause] = {}
+    for one in others:
+        if (key := (one.op, one.source, one.came_in)) not in keys:
+            rest.setdefault(key, one)
     texts = tuple(map(_root_text, list(rest.values())[:_MOST_ROOTS]))
     return replace(root.story, roots=texts, is_tried=is_mended)
 
