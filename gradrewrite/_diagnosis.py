@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from gradrewrite._locate import locate_in_step
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.auditing.findings import Audit
+from gradrewrite.auditing.kept_state import kept_state
 from gradrewrite.auditing.verdicts import audit_step
 from gradrewrite.backends.model_state import ModelState, state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
@@ -42,6 +44,7 @@ from gradrewrite.optimizer.guard import guard
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import leave_out_unsupported, on
+from gradrewrite.replay.eager_search import search_eagerly
 from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.sites import Site
 
@@ -565,6 +568,8 @@ class _Run:
                 self._remarks.append(f"The step could not be run again with its loss ({text}).")
         if self._failure is not None:
             name_break(self._failure, self.rewritten.explain().skipped)
+            run = partial(self._loss, self._model, batch, Targets())
+            self._remarks += searched(self._failure, self._model, run, batch, self._random)
 
     def remedies(self, batch: Any, following: Sequence[Any]) -> tuple[Remedy, ...]:
         """Return the rules that mend the last step, or leave it out, as tried on the model as it is now."""
@@ -582,7 +587,8 @@ class _Run:
     def _is_finite(self, batch: Any, policy: Policy, random: RandomState | None = None) -> bool:
         """Return whether loss and gradients of a batch are finite with a policy."""
         self._model.zero_grad()
-        rewritten = transform(self._model, policy, fullgraph=self._fullgraph, monitor=Monitor())
+        rewritten = transform(self._model, policy, fullgraph=False, monitor=Monitor())
+        self._state_of(rewritten).serve_framework()
         try:
             if random is not None:
                 random.restore()
@@ -713,6 +719,37 @@ def failure_in_step(
     if found is not None:
         name_break(found, skipped)
     return found
+
+
+def searched(
+    failure: NonFiniteError, model: nn.Module, run: Callable[[], Tensor], batch: Any, random: RandomState | None
+) -> list[str]:
+    """Search an eager run for the op of a failure from outside; return a remark why it could not run.
+
+    Args:
+        failure: The failure, to which the op is added.
+        model: The plain model, with the values of the step.
+        run: Computes the loss.
+        batch: The batch.
+        random: The random state before the step.
+    """
+    if not failure.is_from_outside or random is None:
+        return []
+    try:
+        with kept_state(model, batch) as state:
+
+            def begin() -> None:
+                state.restore()
+                random.restore()
+
+            found = search_eagerly(model, run, begin, [batch])
+    except Exception as err:  # of any kind: the failure has the line of the graph break
+        return [f"The step could not be searched in eager mode ({type(err).__name__}: {_first_line(err)})."]
+    if found is not None:
+        failure.op, failure.source, failure.in_backward = found.op, found.source, found.in_backward
+        failure.story = replace(found.story, parameter=failure.story.parameter)
+        failure.cause, failure.is_from_outside = "", False
+    return []
 
 
 def name_break(failure: NonFiniteError, skipped: Sequence[str]) -> None:

@@ -232,6 +232,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         cause: What came into the model already non-finite (an input, a parameter, the loss); ``""`` if an op made it.
         note: Why the answer rests on the failed checks alone; ``""`` if every op was looked at.
         rank: The rank of the process that found it, where there are several; else None.
+        in_backward: Whether the backward of that op made it.
         is_from_outside: Whether code made it that was not traced.
         story: Why and where the op made it, and what mends it; its parts are attributes of the error too.
     """
@@ -269,6 +270,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         self.rank = rank
         self.is_from_outside = is_from_outside
         self.story = story
+        self.in_backward = is_inner or not site.traits.in_forward
         self.update = step
         self.micro_batch: int | None = None
 
@@ -317,8 +319,9 @@ class NonFiniteError(RewriteError, ArithmeticError):
             f"{step_text(self.update, self.micro_batch)}{where}: first non-finite: {self.site}, {share} {elements}"
         ]
         if self.op:
-            is_backward = self.is_inner or not self.site.traits.in_forward
-            made = f"made by {'the backward of ' * is_backward}{self.op}{', ' + self.source if self.source else ''}"
+            made = (
+                f"made by {'the backward of ' * self.in_backward}{self.op}{', ' + self.source if self.source else ''}"
+            )
             parts.append(made + ", in a gradient inside of the forward" * self.is_inner)
         if self.cause:
             parts.append(self.cause)

@@ -24,7 +24,14 @@ from gradrewrite.ir.markers import number_of
 from gradrewrite.ir.mask_infinities import is_added
 from gradrewrite.numerics.measuring import OPAQUE
 from gradrewrite.replay.loop_observation import LoopObserver, ObservedLoop, RootInside
-from gradrewrite.replay.noted_calls import BatchSizes, NotedCall, operand_of, reads_values
+from gradrewrite.replay.noted_calls import (
+    BatchSizes,
+    NotedCall,
+    common_value,
+    large_column,
+    operand_of,
+    reads_values,
+)
 from gradrewrite.replay.observations import (
     Observing,
     Order,
@@ -53,7 +60,10 @@ _SILENT = (markers.mark_activation, markers.mark_error, *OPAQUE)
 
 
 def replay(
-    snapshot: StepSnapshot, failed: Mapping[str, Sequence[Site]], repairs: Mapping[str, Repair] = MappingProxyType({})
+    snapshot: StepSnapshot,
+    failed: Mapping[str, Sequence[Site]],
+    repairs: Mapping[str, Repair] = MappingProxyType({}),
+    mended: Mapping[str, Repair] = MappingProxyType({}),
 ) -> ReplayResult:
     """Replay a step op by op, and check every value; change nothing of the user's.
 
@@ -64,11 +74,12 @@ def replay(
     Args:
         snapshot: The step.
         failed: Sites of failed checks by the node that they looked at.
-        repairs: Changes of the arguments of nodes, and of the values of inputs, by the name of the node.
+        repairs: Changes of the arguments of nodes, by the name of the node.
+        mended: Changes of the values of nodes, also of inputs.
     """
-    found = _Replay(snapshot, failed, repairs).result()
-    if not found.roots and not repairs and found.has_given_infinities:
-        return _Replay(snapshot, failed, repairs, expects_infinities=False).result()
+    found = _Replay(snapshot, failed, repairs, mended).result()
+    if not found.roots and not repairs and not mended and found.has_given_infinities:
+        return _Replay(snapshot, failed, expects_infinities=False).result()
     return found
 
 
@@ -96,6 +107,7 @@ class _Replay(Observing):
         snapshot: StepSnapshot,
         failed: Mapping[str, Sequence[Site]],
         repairs: Mapping[str, Repair] = MappingProxyType({}),
+        mended: Mapping[str, Repair] = MappingProxyType({}),
         *,
         expects_infinities: bool = True,
     ) -> None:
@@ -119,6 +131,7 @@ class _Replay(Observing):
         self._lengths: dict[str, int] = {}  # by key of the loop
         self._result = ReplayResult()
         self.repairs = {node: repairs[node.name] for node in self._nodes if node.name in repairs}
+        self.mended = {node: mended[node.name] for node in self._nodes if node.name in mended}
         marks = self._graph.find_nodes(op="call_function", target=markers.mark_activation)
         self._numbers = {node.all_input_nodes[0]: number_of(node) for node in marks}  # of values, by their node
         self._failed = failed
@@ -126,8 +139,8 @@ class _Replay(Observing):
         self._positions = self._positions_of_sites()
         self._given = self._given_values()
         inputs = self._replay_graph.inputs
-        own = (node for node in self._given if (known := inputs.get(node.name)) is not None and known.role == "input")
-        self._sizes = BatchSizes.of([self._given[node][0] for node in own])
+        self._batch = [n for n in self._given if (known := inputs.get(n.name)) is not None and known.role == "input"]
+        self._sizes = BatchSizes.of([self._given[node][0] for node in self._batch])
 
     def result(self) -> ReplayResult:
         """Run, and find the roots."""
@@ -199,8 +212,8 @@ class _Replay(Observing):
             else:
                 held, name = next(inputs), node.name if known is None else f"{known.role} {known.name}"
             value = held.get()
-            if node in self.repairs:
-                (value,) = self.repairs[node]([value])
+            if node in self.mended:
+                (value,) = self.mended[node]([value])
             given[node] = (value, name if held.is_overwritten() else "")
             if held.is_overwritten() and known is not None and known.role != "buffer":  # a step updates its buffers
                 self._result.overwritten = name
@@ -215,7 +228,8 @@ class _Replay(Observing):
         is_expected, given = fake_tensors.is_mask(value) and is_added(node), ""
         if not is_expected and known.role == "input" and not has_nan(value):
             self._result.has_given_infinities = True
-            is_expected, given = self._expects_infinities, known.name
+            sign = "-inf" if not torch.isposinf(value).any() else "infinite"
+            is_expected, given = self._expects_infinities, f"{known.name} is {sign}"
         return ValueState(not is_expected, is_expected, overwritten, given)
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -320,6 +334,7 @@ class _Replay(Observing):
             is_again=not is_forward
             and (node.name if inside is None else inside.node).rstrip("_0123456789") not in DERIVATIVES,
             node=node.name,
+            operand=_operand_of(node),
             repair=self._repair_of(node, call) if inside is None else None,
             story=self._story_of(node, call, reached),
             order=order,
@@ -347,7 +362,8 @@ class _Replay(Observing):
 
     def _repair_of(self, node: fx.Node, call: NotedCall | None) -> Repair | None:
         if node.op == "placeholder":
-            return lambda values: [torch.nan_to_num(values[0], 0.0, 0.0, 0.0)]
+            is_given = node.name in self._replay_graph.inputs
+            return (lambda values: [torch.nan_to_num(values[0], 0.0, 0.0, 0.0)]) if is_given else None
         return None if call is None or call.reason is None else call.reason.repair
 
     def _story_of(self, node: fx.Node, call: NotedCall | None, reached: Collection[str]) -> Story:
@@ -361,7 +377,7 @@ class _Replay(Observing):
         known = self._replay_graph.inputs.get(node.name)
         advice = ADVICE_ON_GIVEN.get("loss" if known is None else known.role, "") if node.op == "placeholder" else ""
         return Story(
-            why=f"{why}, {given} is infinite there" if given and why else why,
+            why=", ".join(part for part in (why, *self._facts_of_batch(reason, rows, given)) if part),
             advice=advice if reason is None or not reason.advice else reason.advice,
             operands=() if call is None else call.operands,
             indices=where,
@@ -370,6 +386,18 @@ class _Replay(Observing):
             cover=self._covers(node, reached),
             is_overflow=reason is not None and reason.is_overflow,
         )
+
+    def _facts_of_batch(self, reason: Reason | None, rows: Sequence[int], given: str) -> Iterator[str]:
+        """Yield what the batch has to do with it."""
+        if reason is None:
+            return
+        if given:
+            yield f"{given} there"
+        batch = {self._replay_graph.inputs[node.name].name: self._given[node][0] for node in self._batch}
+        if label := common_value(batch, rows):
+            yield f"where {label}"
+        if reason.is_too_large and (column := large_column(batch)):
+            yield column
 
     def _note_given(self, node: fx.Node) -> NotedCall | None:
         value = self._given[node][0]
@@ -458,6 +486,11 @@ class _Replay(Observing):
         return f"the {known.role} {known.name} was not finite already"
 
 
+def _operand_of(node: fx.Node) -> str:
+    first = next(iter(node.args), None)
+    return first.name if isinstance(first, fx.Node) else node.name
+
+
 @contextlib.contextmanager
 def _apart(snapshot: StepSnapshot, values: Sequence[Any]) -> Iterator[None]:
     """Run with the random state of the step, and leave that of the program as it is."""
@@ -479,6 +512,7 @@ class RootCause:
     """A root cause of non-finite values: an op, or a graph input."""
 
     node: str  # its name
+    operand: str  # the name of what it reads first, or its own where that is nothing
     order: Order  # position in the order of execution
     is_forward: bool  # whether it belongs to the forward
     op: str  # ``module/op`` of the op that was run, forward or backward; ``""`` for what came in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from gradrewrite.replay.indices import indices_text, names_of_dimensions, rows_o
 from gradrewrite.replay.reasons import EarlierOp, OpCall, Reason, reason_of
 
 _FAR = 4  # how many ops before are looked at
+_COLUMNS, _LARGE_COLUMN = 3, 30.0  # at least that many columns, and how large one is, over the median of the others
 _ROWS = 64  # numbers of rows that are kept
 
 
@@ -117,6 +118,35 @@ def operand_of(name: str, value: Tensor) -> Operand:
 def op_name(node: fx.Node) -> str:
     """Name of an operator without underscores around it."""
     return operators.name_of(node).strip("_")
+
+
+def common_value(batch: Mapping[str, Any], rows: Sequence[int]) -> str:
+    """Return a whole number of the batch that these rows have, and no others: ``t is 49``; ``""`` without one."""
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() != 1 or value.is_floating_point() or value.is_complex():
+            continue
+        if rows and max(rows) < len(value):
+            own = value[list(rows)]
+            if len(own) < len(value) and int((value == own[0]).sum()) == len(own) == int((own == own[0]).sum()):
+                return f"{name} is {int(own[0])}"
+    return ""
+
+
+def large_column(batch: Mapping[str, Any]) -> str:
+    """Return the column of the batch that is far larger than the others; ``""`` without one."""
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() not in (2, 3):
+            continue
+        sizes = value.detach().abs().nan_to_num(0.0, 0.0, 0.0).flatten(0, -2).float()
+        if sizes.shape[1] < _COLUMNS or not len(sizes):
+            continue
+        largest = sizes.amax(0)
+        column = int(largest.argmax())
+        usual = float(torch.cat([largest[:column], largest[column + 1 :]]).median())
+        if usual > 0 and float(largest[column]) > _LARGE_COLUMN * usual:
+            times = f"{float(largest[column]) / usual:.3g} times the others"
+            return f"column {column} of {name} is up to {float(largest[column]):.4g}, {times}"
+    return ""
 
 
 def reads_values(node: fx.Node) -> bool:

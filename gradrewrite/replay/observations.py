@@ -51,6 +51,7 @@ class Observing(fx.Interpreter):
         self.states: dict[fx.Node, ValueState] = {}
         self.noted: dict[fx.Node, NotedCall] = {}  # calls that made bad values
         self.repairs: Mapping[fx.Node, Repair] = {}  # of arguments of calls
+        self.mended: Mapping[fx.Node, Repair] = {}  # of results, before anything reads them
 
     def name_of_value(self, node: fx.Node) -> str:
         """Return the name of a value for a reader."""
@@ -68,6 +69,8 @@ class Observing(fx.Interpreter):
         if node in self.repairs:
             args, kwargs = _repaired(self.repairs[node], args, kwargs)
         result = operators.run_node(node, args, kwargs)
+        if node in self.mended:
+            (result,) = self.mended[node]([result])
         needed = [states[n] for n in operators.nodes_that_matter(node) if n in states]
         state = ValueState(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))
         if not is_finite(result):

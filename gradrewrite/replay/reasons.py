@@ -77,7 +77,8 @@ class Reason:
         elements: Where the guilty elements are; None if that is not known.
         dims: Names of the dimensions of ``elements``; None for those of any value.
         repair: From the arguments of the op to those with the advice followed; None if there is no such change.
-        is_overflow: Whether finite values became too large.
+        is_overflow: Whether finite values became too large, and not by this op alone.
+        is_too_large: Whether an operand was too large.
     """
 
     why: str
@@ -86,6 +87,7 @@ class Reason:
     dims: tuple[str, ...] | None = None
     repair: Callable[[Arguments], Arguments] | None = None
     is_overflow: bool = False
+    is_too_large: bool = False
 
 
 Found = tuple[str, "Tensor | None"] | None  # the reason, and where; None if it is another one
@@ -115,7 +117,8 @@ class Row:
         if found is None:
             return None
         why, elements = found
-        return Reason(why, self.advice, elements, self.dims, self.repair, self.is_overflow)
+        is_too_large = self.is_overflow or self.find is _too_large
+        return Reason(why, self.advice, elements, self.dims, self.repair, self.is_overflow, is_too_large)
 
 
 def reason_of(call: OpCall) -> Reason | None:

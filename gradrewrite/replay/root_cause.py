@@ -16,7 +16,7 @@ from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.replay.interpreter import ReplayResult, RootCause, replay
 from gradrewrite.replay.observations import Order, SiteObservation
-from gradrewrite.replay.step_snapshot import CheckedGraph
+from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.sites import Site
 
 _WINDOW, _MOST_ROOTS = 5, 3
@@ -112,6 +112,7 @@ def _from_replays(
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
         error = analyse_checks(step, graphs, modes)
         error.op, error.source, error.cause, error.is_inner = root.op, root.source, root.came_in, root.is_inner
+        error.in_backward = not root.is_forward or root.is_inner
         error.is_from_outside, error.story = root.is_from_outside, story
         return error
     before = [s for _, n, s in seen if position(n, s) < position(*first)]
@@ -151,15 +152,30 @@ def _root_text(root: RootCause) -> str:
 
 
 def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> bool:
-    """Whether the step is finite where all its roots are mended as advised."""
-    if not all(root.repair for found in results for root in found.roots):
+    """Whether the step is finite where the advice is followed: at the ops, or at what they read."""
+    if not any(root.repair for found in results for root in found.roots):
         return False
-    for graph, found in zip(graphs, results, strict=True):
-        if found.roots and graph.snapshot is not None:
-            repairs = {root.node: root.repair for root in found.roots if root.repair}
-            if replay(graph.snapshot, {}, repairs).roots:
-                return False
-    return True
+    return any(
+        all(
+            not found.roots
+            or graph.snapshot is None
+            or _is_mended(graph.snapshot, found.roots, at_operands=at_operands)
+            for graph, found in zip(graphs, results, strict=True)
+        )
+        for at_operands in (False, True)
+    )
+
+
+def _is_mended(snapshot: StepSnapshot, roots: Sequence[RootCause], *, at_operands: bool) -> bool:
+    given = {root.node: root.repair for root in roots if root.repair and root.came_in}
+    ops = {
+        root.operand if at_operands else root.node: root.repair for root in roots if root.repair and not root.came_in
+    }
+    repairs, mended = ({}, given | ops) if at_operands else (ops, given)
+    try:
+        return not replay(snapshot, {}, repairs, mended).roots
+    except (RuntimeError, TypeError, ValueError):  # a change of arguments that another op does not take
+        return False
 
 
 def _counts(root: RootCause, number: int, last: int) -> bool:
