@@ -232,7 +232,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         cause: What came into the model already non-finite (an input, a parameter, the loss); ``""`` if an op made it.
         note: Why the answer rests on the failed checks alone; ``""`` if every op was looked at.
         rank: The rank of the process that found it, where there are several; else None.
-        in_backward: Whether the backward of that op made it.
+        in_backward: Whether the backward of that op made it. None is what the site tells.
         is_from_outside: Whether code made it that was not traced.
         story: Why and where the op made it, and what mends it; its parts are attributes of the error too.
     """
@@ -253,6 +253,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         note: str = "",
         rank: int | None = None,
         is_inner: bool = False,
+        in_backward: bool | None = None,
         is_from_outside: bool = False,
         story: Story = Story(),  # frozen
     ) -> None:
@@ -270,7 +271,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
         self.rank = rank
         self.is_from_outside = is_from_outside
         self.story = story
-        self.in_backward = is_inner or not site.traits.in_forward
+        self.in_backward = is_inner or not site.traits.in_forward if in_backward is None else in_backward
         self.update = step
         self.micro_batch: int | None = None
 

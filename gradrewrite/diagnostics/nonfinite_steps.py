@@ -92,9 +92,10 @@ def is_bad(record: str, site: str, value: float, records: Mapping[str, float]) -
     is_norm = record in MAGNITUDES or record.startswith("loss_norm_")  # of the gradient of one loss
     if not is_norm or math.isfinite(value):
         return False
-    # of an empty tensor the largest value is NaN, and counts and norm are 0
-    is_empty = any(records.get(f"{name}@{site}") == 0 for name in ("nonfinite", "nan", "norm"))
-    return not (math.isnan(value) and is_empty)
+    # of an empty tensor the largest value is NaN, and counts and norm are 0; squares of a norm may overflow
+    is_counted = records.get(f"nonfinite@{site}") == 0
+    is_empty = any(records.get(f"{name}@{site}") == 0 for name in ("nan", "norm"))
+    return not (is_counted or (math.isnan(value) and is_empty))
 
 
 def _bad_sites(run: Run, step: Step) -> list[str]:

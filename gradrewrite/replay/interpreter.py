@@ -6,7 +6,7 @@ import contextlib
 import operator
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -300,6 +300,7 @@ class _Replay(Observing):
                 roots[node, ""] = None
         found = [self._root(node, root, bad) for (node, _), root in roots.items()]
         self.noted.clear()  # with their tensors
+        self.grown.clear()
         return sorted(found, key=lambda root: (not root.is_forward, root.order))
 
     def _time_of(self, loop: fx.Node, root: RootInside) -> tuple[bool, Order]:
@@ -325,16 +326,20 @@ class _Replay(Observing):
             if at.name not in reached:
                 reached.add(at.name)
                 todo += [user for user in at.users if user in bad]
+        origin = node
+        call = self.noted.get(node) if inside is None else self._loops[node].noted.get(inside)
+        if call is not None and call.reason is not None and call.reason.is_overflow and inside is None:
+            origin, call = self._growth_before(node, call)
         order, is_forward = self._place_of(node, inside)
         if inside is not None and is_forward:
             reached.add(self._call_of(node, inside).name)
-        op, source = self._op_at(node, inside) if node.op != "placeholder" else ("", "")
-        call = self.noted.get(node) if inside is None else self._loops[node].noted.get(inside)
+        op, source = self._op_at(origin, inside) if node.op != "placeholder" else ("", "")
         return RootCause(
             is_again=not is_forward
             and (node.name if inside is None else inside.node).rstrip("_0123456789") not in DERIVATIVES,
-            node=node.name,
-            operand=_operand_of(node),
+            in_backward=not is_forward and origin is node,
+            node=origin.name,
+            operand=_operand_of(origin),
             repair=self._repair_of(node, call) if inside is None else None,
             story=self._story_of(node, call, reached),
             order=order,
@@ -347,6 +352,22 @@ class _Replay(Observing):
             reached=frozenset(reached),
             overwritten=self.states[node].overwritten,
         )
+
+    def _growth_before(self, node: fx.Node, call: NotedCall) -> tuple[fx.Node, NotedCall]:
+        """Return the exponential behind an overflow, and what is told of it; the op itself where there is none."""
+        todo, seen = [node], {node}
+        while todo:
+            for read in todo.pop().all_input_nodes:
+                if read not in seen:
+                    seen.add(read)
+                    todo.append(read)
+        first = next((grown for grown in self._nodes if grown in self.grown and grown in seen), None)
+        if first is None or call.reason is None:
+            return node, call
+        grown = self.grown[first]
+        assert grown.reason is not None
+        why = f"{grown.reason.why}, and what is computed from it overflows ({call.reason.why})"
+        return first, replace(grown, reason=replace(grown.reason, why=why))
 
     def _results_of(self, node: fx.Node, inside: RootInside | None, bad: Collection[fx.Node]) -> list[fx.Node]:
         """Return the bad values that read a root; of a loop the results that come from this op inside."""
@@ -524,6 +545,7 @@ class RootCause:
     overwritten: str  # an input that was overwritten meanwhile and on which it depends; ``""`` if there is none
     story: Story
     repair: Repair | None  # of its arguments
+    in_backward: bool = False  # the backward of the op made it
     is_again: bool = False  # it is an op of the forward that the backward computes again
 
     @property

@@ -13,7 +13,7 @@ from gradrewrite._compat import operators
 from gradrewrite._utils.tensors import computable, tensors_in
 from gradrewrite.errors import Operand
 from gradrewrite.replay.indices import indices_text, names_of_dimensions, rows_of, split_rows
-from gradrewrite.replay.reasons import EarlierOp, OpCall, Reason, reason_of
+from gradrewrite.replay.reasons import EarlierOp, OpCall, Reason, growth_of, reason_of
 
 _FAR = 4  # how many ops before are looked at
 _COLUMNS, _LARGE_COLUMN = 3, 30.0  # at least that many columns, and how large one is, over the median of the others
@@ -94,14 +94,30 @@ def note_call(
         return None
     call = OpCall(op_name(node), [*args, *kwargs.values()], bad.detach(), backward_of, earlier_ops(node))
     reason = reason_of(call)
-    named = zip(node.all_input_nodes, _values_of(node, args, kwargs), strict=False)
-    operands = tuple(
-        operand_of(name_of(n), value) for n, value in named if isinstance(value, Tensor) and _is_dense(value)
-    )
+    operands = _operands(node, args, kwargs, name_of)
     elements, dims = call.is_bad, None
     if reason is not None and reason.elements is not None:
         elements, dims = reason.elements, reason.dims
     return NotedCall(reason, operands, elements, dims)
+
+
+def note_growth(
+    node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], result: Any, name_of: Callable[[fx.Node], str]
+) -> NotedCall | None:
+    """Note an exponential with a very large finite result; None if it is not."""
+    if not isinstance(result, Tensor) or not _is_dense(result):
+        return None
+    reason = growth_of(OpCall(op_name(node), [*args, *kwargs.values()], result.detach()))
+    if reason is None or reason.elements is None:
+        return None
+    return NotedCall(reason, _operands(node, args, kwargs, name_of), reason.elements, None)
+
+
+def _operands(
+    node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], name_of: Callable[[fx.Node], str]
+) -> tuple[Operand, ...]:
+    named = zip(node.all_input_nodes, _values_of(node, args, kwargs), strict=False)
+    return tuple(operand_of(name_of(n), value) for n, value in named if isinstance(value, Tensor) and _is_dense(value))
 
 
 def operand_of(name: str, value: Tensor) -> Operand:

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from gradrewrite._compat import operators
 from gradrewrite._utils.tensors import computable, tensors_in
 from gradrewrite.ir.mask_infinities import has_infinite_literal, propagates
-from gradrewrite.replay.noted_calls import NotedCall, note_call
+from gradrewrite.replay.noted_calls import NotedCall, note_call, note_growth, op_name
+from gradrewrite.replay.reasons import EXPONENTIALS
 from gradrewrite.sites import Site
 
 Repair = Callable[[list[Any]], list[Any]]  # of the arguments of a call
@@ -50,6 +51,7 @@ class Observing(fx.Interpreter):
         self.extra_traceback = False  # the error of a node stays as it is
         self.states: dict[fx.Node, ValueState] = {}
         self.noted: dict[fx.Node, NotedCall] = {}  # calls that made bad values
+        self.grown: dict[fx.Node, NotedCall] = {}  # exponentials with very large results
         self.repairs: Mapping[fx.Node, Repair] = {}  # of arguments of calls
         self.mended: Mapping[fx.Node, Repair] = {}  # of results, before anything reads them
 
@@ -83,6 +85,8 @@ class Observing(fx.Interpreter):
                 call = note_call(node, args, kwargs, result, self.differentiated_op(node), self.name_of_value)
                 if call is not None:
                     self.noted[node] = call
+        elif op_name(node) in EXPONENTIALS and (grown := note_growth(node, args, kwargs, result, self.name_of_value)):
+            self.grown[node] = grown
         states[node] = state
         return result
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from gradrewrite._utils.tensors import computable, tensors_in
 
 Arguments = list[Any]
-_EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
+_GROWN = 0.25  # power of the largest number of a dtype
+EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,20 @@ class Row:
 def reason_of(call: OpCall) -> Reason | None:
     """Return why an op made a non-finite value; None if the table does not know."""
     return next((found for row in TABLE if (found := row.reason(call)) is not None), None)
+
+
+def growth_of(call: OpCall) -> Reason | None:
+    """Return the reason of an exponential whose finite result is so large that what is computed from it overflows."""
+    result = computable(call.result)
+    if call.op not in EXPONENTIALS or not result.numel() or not result.is_floating_point():
+        return None
+    where = torch.isfinite(result) & (result.abs() > torch.finfo(result.dtype).max ** _GROWN)
+    if not where.any():
+        return None
+    x = call.operand(0)
+    why = f"{call.op} of up to {_extreme(x.abs(), where, high=True)} is {_extreme(result.abs(), where, high=True)}"
+    row = next(row for row in TABLE if row.find is _too_large)
+    return Reason(why, row.advice, where, None, row.repair, is_too_large=True)
 
 
 def _share(where: Tensor) -> str:
@@ -394,7 +409,7 @@ def _not_zero(x: Tensor) -> Tensor:
 
 
 def _bounded(x: Tensor) -> Tensor:
-    limit = math.log(torch.finfo(x.dtype).max) / 2
+    limit = min(20.0, math.log(torch.finfo(x.dtype).max) / 2)
     return x.clamp(-limit, limit)
 
 
@@ -566,7 +581,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "exp beyond its dtype",
-        _EXPONENTIALS,
+        EXPONENTIALS,
         f"Bound its input, before it: exp(x.clamp(max=20)); {_CAUTION}.",
         _too_large,
         _with(0, _bounded),

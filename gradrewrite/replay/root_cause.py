@@ -112,7 +112,7 @@ def _from_replays(
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
         error = analyse_checks(step, graphs, modes)
         error.op, error.source, error.cause, error.is_inner = root.op, root.source, root.came_in, root.is_inner
-        error.in_backward = not root.is_forward or root.is_inner
+        error.in_backward = root.in_backward or root.is_inner
         error.is_from_outside, error.story = root.is_from_outside, story
         return error
     before = [s for _, n, s in seen if position(n, s) < position(*first)]
@@ -129,6 +129,7 @@ def _from_replays(
         cause=root.came_in,
         note=f"{stale} was overwritten since the forward: figures that rest on it are those of now" if stale else "",
         rank=this_rank(),
+        in_backward=root.in_backward or root.is_inner,
         is_from_outside=root.is_from_outside,
         story=story,
     )
@@ -147,7 +148,7 @@ def _story(root: RootCause, others: Sequence[RootCause], is_mended: bool) -> Sto
 
 
 def _root_text(root: RootCause) -> str:
-    made = root.came_in or f"{'' if root.is_forward else 'the backward of '}{root.op}"
+    made = root.came_in or f"{'the backward of ' * root.in_backward}{root.op}"
     return ", ".join(part for part in (made, root.source, str(replace(root.story, parameter="", cover=()))) if part)
 
 
