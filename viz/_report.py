@@ -133,7 +133,8 @@ def report(
         if paths:
             return _report_of_ranks(paths, baselines_of(baseline), title, graph)
     run = cast("Source", source)
-    steps, others = steps_of(run), baselines_of(baseline)
+    others = baselines_of(baseline)
+    steps = run.steps(explain=True) if is_monitor(run) else steps_of(run)
     health = examine(steps, others[0].run.steps if others else None, evidence_of(graph) if graph is not None else None)
     return Report(health, title or name_of(run, "training run"), others, _cause(run, health), graph=graph)
 

@@ -122,6 +122,7 @@ class Cause:
         parameter: The first parameter whose gradient it reaches; ``""`` if none.
         cover: Ops that hide it from the loss, each with its line.
         roots: Up to three further ops that made such values independently.
+        is_explained: Whether what the op was given explains the value; an overflow is explained by what grew.
         figures: Every number that it rests on, by name.
         key: Text of the key of the record that tells the clip from others at the site; ``""`` if it is on no clip.
     """
@@ -139,6 +140,7 @@ class Cause:
     parameter: str = ""
     cover: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
+    is_explained: bool = False
     figures: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
     key: str = field(default="", repr=False, compare=False)
 
@@ -168,7 +170,7 @@ class Cause:
             for one in self.operands
         ]
         found = {"operands": operands, "indices": self.indices, "parameter": self.parameter}
-        found |= {"cover": list(self.cover), "roots": list(self.roots)}
+        found |= {"cover": list(self.cover), "roots": list(self.roots), "is_explained": self.is_explained}
         return {name: value for name, value in found.items() if value}
 
 

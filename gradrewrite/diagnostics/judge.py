@@ -13,6 +13,7 @@ from gradrewrite.diagnostics.causes import KINDS, Cause, Kind, Outcome, traits_o
 from gradrewrite.diagnostics.clipping import CLIPS_ALWAYS, MIN_CLIP_STEPS
 from gradrewrite.diagnostics.comparison import comparable_sizes, loss_of, mean_of
 from gradrewrite.diagnostics.doctor import DEAD, dead, saturated
+from gradrewrite.diagnostics.failures import cause_of
 from gradrewrite.diagnostics.growth import LARGE_JUMP, Chain, are_neighbors, chains_of, factor_of, judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import harmful_steps, skips_updates
 from gradrewrite.diagnostics.run_log import Run, Step, is_group, loss_series, rule_of
@@ -315,35 +316,26 @@ class Judge:
                 return self._bounded("learning rate", last / first, lowest, text)
         return []
 
+    @property
+    def failure(self) -> Cause | None:
+        """The first non-finite value, where a replay has found its op."""
+        told = self.evidence.failure
+        return cause_of(told) if told is not None else next((s.failure for s in self.run.steps if s.failure), None)
+
     def op_at_fault(self) -> list[Cause]:
         """The op behind the first non-finite value, where what it was given explains it.
 
         An overflow is explained by what made the values grow, as far as that is known.
         """
-        story = None if self.evidence.failure is None else self.evidence.failure.story
-        is_explained = story is not None and story.why and not story.is_overflow
-        return self.op() if is_explained and self.outcome == "non-finite" else []
+        failure = self.failure
+        is_told = self.outcome == "non-finite" and failure is not None and failure.is_explained
+        return self.op() if is_told else []
 
     def op(self) -> list[Cause]:
         """The op behind the first non-finite value, by a replay."""
-        failure = self.evidence.failure
-        if failure is None:
+        cause = self.failure
+        if cause is None:
             return self._found("non-finite op", [one for one in self.findings if traits_of(one.kind).is_non_finite])
-        story = failure.story
-        advice = story.advice or (KINDS["non-finite op"].advice if failure.source else _advice_without_line(failure))
-        cause = Cause(
-            "non-finite op",
-            str(failure.site),
-            failure.source,
-            step=failure.step,
-            text=f"{failure.told if story.why else failure.with_window}.",
-            advice=f"{advice}{_TRIED * story.is_tried}",
-            operands=story.operands,
-            indices=story.indices,
-            parameter=story.parameter,
-            cover=story.cover,
-            roots=story.roots,
-        )
         tried = () if skips_updates(self.run) else self.evidence.remedies
         advice = " ".join((cause.advice, *(remedy.text for remedy in tried)))
         return [replace(cause, advice=advice, rules=tuple(remedy.rule for remedy in tried))]
@@ -383,11 +375,6 @@ class Judge:
         return [*found, *(cause.text for cause in self.hidden_layer()), *others]
 
 
-def _advice_without_line(failure: NonFiniteError) -> str:
-    """Return the advice on a value without a line."""
-    return _LOOK_BEFORE if failure.cause else f"Look at the values that {failure.op or failure.site} reads."
-
-
 def _layer(site: str) -> str:
     return site.partition(":")[2]
 
@@ -412,7 +399,5 @@ _OUTCOMES: dict[Outcome, str] = {
     "untrained": "Nothing was updated",
     "unknown": "Too little is known of the loss",
 }
-_TRIED = " Tried at the op, in a replay of that step: all its values are finite then."
-_LOOK_BEFORE = "Look at what that value is computed from."
 _ALL_GRADIENTS = 'gr.on("gradient:*", ClipByGlobalNorm(1.0))'
 _SMALLER = "start its weights smaller, lower its learning rate, or normalize its input (LayerNorm)."

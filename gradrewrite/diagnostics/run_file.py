@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from gradrewrite.diagnostics.failures import cause_of_json
 from gradrewrite.diagnostics.run_log import Origin, Step
 from gradrewrite.diagnostics.stacked_records import StackReader, records_to_json
 from gradrewrite.ir.outputs import ClipRecords, SiteOp
@@ -87,7 +88,11 @@ def step_to_json(step: Step, graphs: int) -> dict[str, object]:
     if step.micro_batch:
         row["micro_batch"] = step.micro_batch
     row["records"] = records_to_json(step.records, step.stacks)
-    return row if not step.culprits else {**row, "culprits": step.culprits}
+    if step.culprits:
+        row["culprits"] = step.culprits
+    if step.failure is not None:
+        row["failure"] = step.failure.to_json()
+    return row
 
 
 def origin_to_json(origin: Origin) -> dict[str, object]:
@@ -164,7 +169,8 @@ def _step(data: object, seen: _Seen) -> Step:
     update = _whole(data, "update") if "update" in data else step
     micro_batch = _whole(data, "micro_batch") if "micro_batch" in data else 0
     culprits = str(data.get("culprits", ""))
-    return Step(step, records, clips, ops, culprits, update, micro_batch, seen.origin, stacks)
+    failure = cause_of_json(data["failure"]) if "failure" in data else None
+    return Step(step, records, clips, ops, culprits, update, micro_batch, seen.origin, stacks, failure)
 
 
 def _whole(data: Mapping[str, object], name: str) -> int:

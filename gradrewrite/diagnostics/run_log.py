@@ -10,6 +10,7 @@ from typing import Any
 
 from gradrewrite._utils import formatting
 from gradrewrite._utils.formatting import table_of
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.ir.outputs import ClipRecords, SiteOp, Stack
 from gradrewrite.ir.record_key import RecordKey, without_label, without_loss
 from gradrewrite.sites import TRAITS, kinds_with
@@ -58,6 +59,7 @@ class Step:
         micro_batch: Number of the backward among those of its update, from 0.
         origin: Version, policy and configuration; None where it was read from a file that does not tell.
         stacks: Addresses of the records of each loop, by record and iteration; some may have no value.
+        failure: The op behind its non-finite values; None where no check raised, and nobody asked.
 
     Raises:
         ValueError: A name has no ``@``.
@@ -72,6 +74,7 @@ class Step:
     micro_batch: int = 0
     origin: Origin | None = field(default=None, compare=False)
     stacks: tuple[Stack, ...] = field(default=(), compare=False)
+    failure: Cause | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.update < 0:

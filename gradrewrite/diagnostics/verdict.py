@@ -70,12 +70,12 @@ def judge(
     causes = judged.causes()
     is_told_first = judged.outcome not in ("non-finite", "diverges")  # a parameter that is not trained makes neither
     causes = (*evidence.audited, *causes) if is_told_first else (*causes, *evidence.audited)
-    failure = evidence.failure
-    is_explained = failure is not None and bool(failure.op or failure.story.why)  # by a replay, in one place
+    failure = judged.failure if judged.outcome == "non-finite" else None
+    is_replayed = failure is not None and bool(failure.source or failure.is_explained)
     faulty = [] if judged.learns else [one for one in findings if traits_of(one.kind).gravity == "first"]
-    faulty = [one for one in faulty if not (is_explained and traits_of(one.kind).is_non_finite)]
+    faulty = [one for one in faulty if not (is_replayed and traits_of(one.kind).is_non_finite)]
     told = [cause for cause in causes if traits_of(cause.kind).told_as is None]
-    told += [cause for cause in causes if cause.kind == "non-finite op" and evidence.failure and not faulty]
+    told += [cause for cause in causes if cause.kind == "non-finite op" and failure and not faulty]
     rest = [one for one in findings if one not in faulty and not any(_is_told(one, cause) for cause in told)]
     rest = [] if judged.learns else [one for one in rest if one.site or not told]  # a loss: the outcome tells of it
     faults = [*faulty, *(_with_figures(cause, findings) for cause in told), *rest]

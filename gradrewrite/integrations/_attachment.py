@@ -7,12 +7,12 @@ import logging
 import sys
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,9 @@ from gradrewrite.integrations._figures import log_histograms, main_figures
 from gradrewrite.integrations._run_files import RunFiles
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.ir.reports import OnFailure
 from gradrewrite.module import restore, shown, transform
-from gradrewrite.monitoring.monitor import Monitor, recorder_of, steps_since
+from gradrewrite.monitoring.monitor import Monitor, note_failure, recorder_of, steps_since
 from gradrewrite.monitoring.writers import ClipRates
 from gradrewrite.optimizer.guard import guard, unguard
 from gradrewrite.passes import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -108,7 +109,8 @@ class Attachment:
         self._num_logged = 0  # steps
         self._loaded: Mapping[str, Any] | None = None  # for the next model
         self._last: dict[str, Any] = {}  # of the last one
-        self._first_failure: NonFiniteError | None = None  # of the last steps, where the first one was run again
+        self._first_failure: NonFiniteError | None = None  # of the first step that was not finite
+        self._scaler: torch.amp.GradScaler | None = None
 
     def attach(
         self,
@@ -128,6 +130,7 @@ class Attachment:
                 unguard(optimizer)
         try:
             self._attach(model, optimizers, {"loss_scale": scaler, **self._settings.options})
+            self._scaler = scaler
         except BaseException:
             self.detach()
             raise
@@ -211,8 +214,10 @@ class Attachment:
         failure = error if isinstance(error, NonFiniteError) else None
         run, remark = last_run(steps), ""
         bad = harmful_steps(run)
-        if failure is None and bad and bad[-1].step is run.steps[-1]:
-            failure, remark = (self._first_failure, "") if self._first_failure else last_failure(self.monitor)
+        if self._first_failure is not None:
+            failure = self._first_failure
+        elif failure is None and bad and bad[0].step is run.steps[-1]:
+            failure, remark = last_failure(self.monitor)
         state = state_of(self._model)
         graphs = state.session.graphs.explanation().graphs if state is not None else ()
         sites = {str(site): site for graph in graphs for site in graph.sites}
@@ -274,17 +279,37 @@ class Attachment:
             error.args = found.args
             vars(error).update(vars(found))
 
-    def forget_failure(self) -> None:
-        """Let go of the failure of an earlier step: the last loss is finite."""
-        self._first_failure = None
+    def explain_first(
+        self, is_finite: bool, repeated: Callable[[], tuple[TrainingStep, Any, RandomState]] | None = None
+    ) -> None:
+        """Find the op behind the first step that is not finite; nothing waits for the device without a new record.
 
-    def explain_loss(self, step: TrainingStep, batch: Any, random: RandomState) -> None:
-        """Find the op behind the first of several non-finite losses."""
+        A GradScaler makes such steps on purpose: then it is the first of the last ones.
+
+        Args:
+            is_finite: Whether the loss is.
+            repeated: Returns the step, its batch and its random state, to run it again with the loss; None if it
+                cannot be.
+        """
         state = state_of(self._model)
-        if state is not None and self._first_failure is None and self._num_explained < _MOST_EXPLAINED:
+        if is_finite and not self._last_is_bad():
+            self._first_failure = self._first_failure if self._scaler is None else None
+        elif state is not None and self._first_failure is None and self._num_explained < _MOST_EXPLAINED:
             self._num_explained += 1
             failure = self._first_failure = last_failure(self.monitor)[0]  # which it stays, if the run fails
-            self._first_failure = failure_in_step(failure, state.original, step, batch, random)
+            if repeated is not None:
+                step, batch, random = repeated()
+                self._first_failure = failure_in_step(failure, state.original, step, batch, random)
+            if self._first_failure is not None:
+                note_failure(self.monitor, self._first_failure)
+
+    def _last_is_bad(self) -> bool:
+        """Return whether a check of the last step has failed."""
+        records = recorder_of(self.monitor).records
+        if not records or not records[-1].is_checked(get_args(OnFailure)):
+            return False
+        records[-1].fetch()
+        return records[-1].has_failed(get_args(OnFailure))
 
     def add_loss(self, loss: Tensor | float) -> None:
         """Take the loss of a micro-batch, for its next record."""

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import FrameType
@@ -247,11 +248,9 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         assert trainer is not None
         self._attachment.add_loss(loss * trainer.current_gradient_accumulation_steps)
         if loss.device.type == "cpu" or trainer.args.logging_nan_inf_filter:  # else nothing waits for the device
-            if loss.isfinite():
-                self._attachment.forget_failure()
-            elif self._is_mapping(batch):
-                with kept_generators(), kept_attributes(trainer), _told(_UNEXPLAINED):
-                    self._attachment.explain_loss(*batch.of(trainer))
+            with kept_generators(), kept_attributes(trainer), _told(_UNEXPLAINED):
+                repeated = partial(batch.of, trainer) if self._is_mapping(batch) else None
+                self._attachment.explain_first(bool(loss.isfinite()), repeated)
 
     def _fail(self, error: BaseException, batch: _StepBatch) -> None:
         if isinstance(error, NonFiniteError) and self._trainer is not None and self._is_mapping(batch):

@@ -39,6 +39,7 @@ def failure_of(record: StepRecord, modes: Collection[OnFailure], *, reason: str 
         is_backward = any(not check.site.traits.at_guard for graph in graphs for check in graph.failed(modes))
         found = (analyse if is_backward else analyse_checks)(record.step, graphs, modes)
         record.failures[failed] = numbered(found, record)
+        record.failure = record.failure or found
     error = copy.copy(record.failures[failed])  # each is raised once: it collects tracebacks
     error.note = "; ".join(part for part in (reason, error.note) if part)
     return error

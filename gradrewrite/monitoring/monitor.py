@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from gradrewrite._utils.formatting import Table, nearest, table_of
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.health import examine
+from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
 from gradrewrite.diagnostics.run_file import checked_config
 from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
@@ -339,10 +341,21 @@ class Monitor:
         The judge is that of ``gr.diagnose`` and ``gradrewrite report``: the causes of a bad outcome come first, then
         what else was found. What is no fault, as a clip that always acts where the loss falls, is left out.
         """
-        return examine(self.steps()).faults
+        return examine(self.steps(explain=True)).faults
 
-    def steps(self) -> list[Step]:
-        """The steps in the buffer, oldest first, with the bounds of clips. Waits for the device."""
+    def steps(self, *, explain: bool = False) -> list[Step]:
+        """The steps in the buffer, oldest first, with the bounds of clips. Waits for the device.
+
+        Args:
+            explain: Replay the last step where it is the first that is not finite, for its ``failure``; where it can
+                no longer be replayed, the records tell what they can.
+        """
+        steps = self._steps()
+        bad = harmful_steps(last_run(steps)) if explain else []
+        if not bad or bad[0].step is not steps[-1] or steps[-1].failure is not None:
+            return steps
+        with contextlib.suppress(RuntimeError):
+            self.failure(anywhere=True)
         return self._steps()
 
     def log(self, name: str, value: float | Tensor) -> None:
@@ -466,7 +479,10 @@ class Monitor:
                 return next((failure for failure in failures if failure is not None), None)
             record.fetch()
             failure = find_anywhere(record.step, record.checked_graphs())
-            return None if failure is None else numbered(failure, record)
+            if failure is None:
+                return None
+            record.failure = numbered(failure, record)
+            return record.failure
 
     def culprits(self, k: int = 5) -> Culprits:
         """Return the rank, micro-batch, rows and layers behind the last skipped update.
@@ -564,6 +580,14 @@ def _combined(records: Sequence[StepRecord], how: How | None = None) -> Summands
     for record in records:
         record.add_to(summands, how)
     return summands
+
+
+def note_failure(monitor: Monitor, failure: NonFiniteError) -> None:
+    """Add the op behind the last step's non-finite values to its record."""
+    recorder = recorder_of(monitor)
+    with recorder.lock:
+        if recorder.records:
+            recorder.records[-1].failure = failure
 
 
 def steps_since(monitor: Monitor, step: int) -> list[Step]:

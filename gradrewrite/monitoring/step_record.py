@@ -10,6 +10,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from gradrewrite.diagnostics.failures import cause_of
 from gradrewrite.diagnostics.run_log import Origin, Step
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.outputs import BackwardOutputs, ClipRecords, Owner, Pack
@@ -99,6 +100,7 @@ class StepRecord:
     updates: list[StepRecord] = field(default_factory=list)
     # Errors of the step, by the checks that failed in each of its graphs.
     failures: dict[tuple[tuple[RecordKey, ...], ...], NonFiniteError] = field(default_factory=dict)
+    failure: NonFiniteError | None = None  # the op behind its non-finite values, where a replay has looked for it
     culprits: str = ""  # who made its update skip, in words; ``""`` where nobody asked
     was_read: bool = False  # whether it has been read
     _has_known_bounds: bool = False  # whether somebody has looked at its bounds for zeros
@@ -229,7 +231,8 @@ class StepRecord:
         own_ops = ops[0] if len(ops) == 1 else tuple(dict.fromkeys(chain(*ops)))
         stacks = tuple(stack for own in reversed(self.graphs) for stack in own.outputs.stacks)
         numbers = self.update, self.micro_batch
-        return Step(self.step, records, self.clips(), own_ops, self.culprits, *numbers, origin, stacks)
+        failure = None if self.failure is None else cause_of(self.failure)
+        return Step(self.step, records, self.clips(), own_ops, self.culprits, *numbers, origin, stacks, failure)
 
     def clips(self) -> tuple[ClipRecords, ...]:
         """Return the clips, in the order of ``values``."""
