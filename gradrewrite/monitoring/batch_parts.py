@@ -48,14 +48,16 @@ class ReplayedBatch:
 
     graphs: Sequence[tuple[StepSnapshot, Sequence[Any]]]
 
-    def sizes(self, logged: LoggedTokens | None) -> BatchSizes:
-        """Return the sizes: those of logged tokens, or those of inputs."""
+    def sizes(self, logged: LoggedTokens | None, num_ids: int | None) -> BatchSizes:
+        """Return the sizes: those of logged tokens, or those of inputs, of which one has a dimension of the ids."""
         if logged is not None and not logged.is_packed:
             return BatchSizes(*logged.shape)
         shapes = [(tuple(t.shape), t.is_floating_point()) for t in self._inputs() if t.dim()]
         if not shapes:
             return BatchSizes(None, None)
         rows = next((shape[0] for shape, is_float in shapes if is_float), shapes[0][0][0])
+        if any(num_ids in shape for shape, _ in shapes):
+            rows = num_ids
         lengths = (s[1] for s, is_float in shapes if s[0] == rows and len(s) == (3 if is_float else 2))
         return BatchSizes(rows, next(lengths, None))
 

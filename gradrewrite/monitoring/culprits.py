@@ -268,7 +268,7 @@ def _parts_of(kept: KeptStep, snapshots: Sequence[StepSnapshot | None], norms: _
 
 def _replayed_parts(step: ReplayedBatch, norms: _Norms, logged: LoggedTokens | None) -> _Parts:
     bad = None if math.isfinite(norms.gradient()) else step.first_bad()
-    sizes = step.sizes(logged)
+    sizes = step.sizes(logged, None if norms.ids is None else len(norms.ids))
     places = None if logged is None else logged.places()
     tokens = None if logged is None else token_norms(step, sizes, bad, logged)
     notes = []

@@ -341,6 +341,18 @@ def test_coupled_rows_that_are_large(name: str, seed: int) -> None:
     assert f"rows are by the norm of {task.error}, as per-example gradients are refused: " in found.note
 
 
+def test_a_bad_input_of_coupled_rows() -> None:
+    task = COUPLED["normed"]
+    model, optimizer = start(task.make(), (FINITE,))
+    batch = task.batch(3)
+    batch["x"][5, 1] = float("nan")
+    train(model, optimizer, [batch])
+    found = model.monitor.culprits()
+
+    assert [(row.index, row.norm) for row in found.rows] == [(5, float("inf"))]
+    assert "x (row 5, column 1)" in found.note
+
+
 def test_many_rows_that_are_not_finite() -> None:
     task = COUPLED["messages"]
     model, optimizer = start(task.make(), (FINITE,))
