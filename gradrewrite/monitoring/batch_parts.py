@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from gradrewrite._utils.tensors import computable
+from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.monitoring.logged_tokens import LoggedTokens
 from gradrewrite.replay.indices import indices_text, names_of_dimensions, split_rows
 from gradrewrite.replay.interpreter import RootCause, replay, run_again
@@ -31,6 +32,7 @@ class BadValue:
     """The first value of a step that is not finite."""
 
     op: str  # ``module/op`` that made it, or the input that it is
+    snapshot: StepSnapshot  # the graph of it
     mask: Tensor | None  # its elements that are not finite; None inside of a loop
 
 
@@ -49,14 +51,14 @@ class ReplayedBatch:
     graphs: Sequence[tuple[StepSnapshot, Sequence[Any]]]
 
     def sizes(self, logged: LoggedTokens | None, num_ids: int | None) -> BatchSizes:
-        """Return the sizes: those of logged tokens, or those of inputs, of which one has a dimension of the ids."""
+        """Return the sizes by logged tokens, ids and inputs."""
         if logged is not None and not logged.is_packed:
             return BatchSizes(*logged.shape)
         shapes = [(tuple(t.shape), t.is_floating_point()) for t in self._inputs() if t.dim()]
         if not shapes:
             return BatchSizes(None, None)
         rows = next((shape[0] for shape, is_float in shapes if is_float), shapes[0][0][0])
-        if any(num_ids in shape for shape, _ in shapes):
+        if num_ids is not None and any(num_ids in shape for shape, _ in shapes):
             rows = num_ids
         lengths = (s[1] for s, is_float in shapes if s[0] == rows and len(s) == (3 if is_float else 2))
         return BatchSizes(rows, next(lengths, None))
@@ -83,23 +85,42 @@ class ReplayedBatch:
         _, number, root = min(found, key=lambda entry: entry[0])
         snapshot, values = self.graphs[number]
         if len(root.order) > 1:
-            return BadValue(root.op, None)
+            return BadValue(root.op, snapshot, None)
         nodes: list[fx.Node] = list(snapshot.replay_graph.graph.graph.nodes)
         (value,) = run_again(snapshot, graph_of_value(snapshot.replay_graph, nodes[root.order[0]].name), values)
         name = root.op or (root.given.name if root.given is not None else "the gradient from outside the model")
-        return BadValue(name, ~torch.isfinite(computable(value)) if isinstance(value, Tensor) else None)
+        return BadValue(name, snapshot, ~torch.isfinite(computable(value)) if isinstance(value, Tensor) else None)
 
     def by_error(self, batch: Sequence[int]) -> PartNorms | None:
-        """Return the norms of the error at the logits; None if no error has these parts."""
+        """Return the norms of the error at the logits, over all calls; None if no error has these parts."""
         for snapshot, values in self.graphs:
             error = find_batch_error(snapshot.replay_graph, values, batch)
             if error is not None:
-                (value,) = run_again(snapshot, graph_of_value(snapshot.replay_graph, error.node), values)
-                parts = by_part(computable(value), batch)
-                assert parts is not None
-                norms = torch.linalg.vector_norm(parts.reshape(len(parts), -1).double(), dim=1).cpu()
-                return PartNorms(norms.nan_to_num(torch.inf, torch.inf), str(error.site))
+                same = [own for own in self.graphs if own[0].replay_graph is snapshot.replay_graph]
+                found = [_norms_at(error.node, own, values, batch) for own, values in same]
+                squares = torch.stack([norms for norms in found if norms is not None]).square().sum(0)
+                return PartNorms(squares.sqrt().nan_to_num(torch.inf, torch.inf), str(error.site))
         return None
+
+    def calls(self) -> list[tuple[LoggedTokens, ReplayedBatch]]:
+        """Return the calls of the model with logged tokens, and the graphs of each."""
+        found: list[tuple[LoggedTokens | None, list[Any]]] = []
+        seen: list[ReplayGraph] = []
+        for snapshot, values in reversed(self.graphs):
+            logged = None if snapshot.names is None else snapshot.names.tokens
+            if logged is not None or not found or any(snapshot.replay_graph is graph for graph in seen):
+                found.append((logged, []))
+                seen = []
+            seen.append(snapshot.replay_graph)
+            found[-1][1].insert(0, (snapshot, values))
+        return [(logged, ReplayedBatch(own)) for logged, own in found if logged is not None]
+
+
+def _norms_at(node: str, snapshot: StepSnapshot, values: Sequence[Any], batch: Sequence[int]) -> Tensor | None:
+    """Return the norms of the parts of one value, float64."""
+    (value,) = run_again(snapshot, graph_of_value(snapshot.replay_graph, node), values)
+    parts = by_part(computable(value), batch)
+    return None if parts is None else torch.linalg.vector_norm(parts.reshape(len(parts), -1).double(), dim=1).cpu()
 
 
 def row_norms(step: ReplayedBatch, sizes: BatchSizes, bad: BadValue | None) -> PartNorms | None:
@@ -115,10 +136,14 @@ def token_norms(step: ReplayedBatch, sizes: BatchSizes, bad: BadValue | None, lo
     """Return the norms of the tokens ``[N]``; None if they are not known."""
     if bad is None or bad.mask is None:
         return _telling(step.by_error(logged.shape))
-    if not logged.is_packed:
-        return _of_elements(_mask_of(bad.mask, sizes, ("row", "position")), bad)
-    parts = by_part(bad.mask, logged.shape)
-    return _of_elements(None if parts is None else parts.reshape(len(parts), -1).any(1), bad)
+    if logged.is_packed:
+        parts = by_part(bad.mask, logged.shape)
+        return _of_elements(None if parts is None else parts.reshape(len(parts), -1).any(1), bad)
+    found = _mask_of(bad.mask, sizes, ("row", "position"))
+    if found is not None and tuple(found.shape) == logged.shape:
+        return _of_elements(found, bad)
+    # A value of whole rows, or of tokens of which the loss leaves some out.
+    return None if _mask_of(bad.mask, sizes, ("row",)) is None else _telling(step.by_error(logged.shape))
 
 
 def _of_elements(mask: Tensor | None, bad: BadValue) -> PartNorms | None:
@@ -130,7 +155,7 @@ def _of_elements(mask: Tensor | None, bad: BadValue) -> PartNorms | None:
 
 
 def _telling(found: PartNorms | None) -> PartNorms | None:
-    """None where no part is finite: what made it is not among them."""
+    """Return the norms, None where no part is finite."""
     return None if found is None or (len(found.norms) > 1 and bool(found.norms.isinf().all())) else found
 
 

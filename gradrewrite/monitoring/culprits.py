@@ -243,7 +243,7 @@ def _replayed(kept: KeptStep | None, key: int, update: int, k: int) -> _Suspect 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What the errors and the elements of a micro-batch tell of its rows and tokens."""
+    """Rows and tokens of a micro-batch, by errors and elements."""
 
     rows: PartNorms | None = None  # None: those by gradients, if any
     tokens: PartNorms | None = None
@@ -255,22 +255,22 @@ class _Parts:
 def _parts_of(kept: KeptStep, snapshots: Sequence[StepSnapshot | None], norms: _Norms) -> _Parts:
     """Return the parts of a micro-batch, as far as somebody asked or gradients do not tell them."""
     known = [snapshot for snapshot in snapshots if snapshot is not None]
-    logged = next((s.names.tokens for s in known if s.names is not None and s.names.tokens is not None), None)
-    if logged is None and norms.rows is not None:
+    is_logged = any(s.names is not None and s.names.tokens is not None for s in known)
+    if not is_logged and norms.rows is not None:
         return _Parts()
     try:
-        return _replayed_parts(ReplayedBatch([(s, _values_of(kept, s)) for s in known]), norms, logged)
+        return _replayed_parts(ReplayedBatch([(s, _values_of(kept, s)) for s in known]), norms)
     except Exception as err:  # as in _replayed
         reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
-        wanted = "tokens" if norms.rows is not None else "rows" if logged is None else "rows and tokens"
+        wanted = "tokens" if norms.rows is not None else "rows and tokens" if is_logged else "rows"
         return _Parts(notes=(f"{wanted} are not known: {norms.missing or reason}",))
 
 
-def _replayed_parts(step: ReplayedBatch, norms: _Norms, logged: LoggedTokens | None) -> _Parts:
+def _replayed_parts(step: ReplayedBatch, norms: _Norms) -> _Parts:
     bad = None if math.isfinite(norms.gradient()) else step.first_bad()
+    logged, tokens = _worst_call(step, bad)
     sizes = step.sizes(logged, None if norms.ids is None else len(norms.ids))
     places = None if logged is None else logged.places()
-    tokens = None if logged is None else token_norms(step, sizes, bad, logged)
     notes = []
     if logged is not None and tokens is None:
         notes.append(_without_tokens(logged, bad))
@@ -281,6 +281,16 @@ def _replayed_parts(step: ReplayedBatch, norms: _Norms, logged: LoggedTokens | N
     if norms.rows is None or rows is not None:
         notes.append(_note_of(rows, norms.missing, bad, sizes, logged))
     return _Parts(rows, tokens, places, logged, tuple(notes))
+
+
+def _worst_call(step: ReplayedBatch, bad: BadValue | None) -> tuple[LoggedTokens | None, PartNorms | None]:
+    """Return the tokens of the call with the largest norm; those of the call with the first bad value."""
+    calls = step.calls()
+    own = [call for call in calls if bad is not None and any(s is bad.snapshot for s, _ in call[1].graphs)] or calls
+    found = [(logged, token_norms(part, part.sizes(logged, None), bad, logged)) for logged, part in own]
+    if not found:
+        return None, None
+    return max(found, key=lambda one: -1.0 if one[1] is None else float(one[1].norms.max()))
 
 
 def _without_tokens(logged: LoggedTokens, bad: BadValue | None) -> str:

@@ -19,7 +19,7 @@ from gradrewrite.sites import Site
 
 
 class NamesOfBatch(NamedTuple):
-    """What the user gave for the batch of the next forward."""
+    """Names and values of the user's for the next batch."""
 
     ids: Any = None  # names of its rows
     tokens: LoggedTokens | None = None
@@ -104,7 +104,7 @@ class RunLinks:
         return Origin(__version__, tuple(dict.fromkeys(itertools.chain.from_iterable(self._policies))), config)
 
     def begin_forward(self) -> NamesOfBatch | None:
-        """Let go of the former step; return what the user gave for the batch."""
+        """Let go of the former step; return names of the batch."""
         names, self._names = self._names, None
         if self.kept_step is not None and self.kept_step.is_over:
             self.kept_step = None

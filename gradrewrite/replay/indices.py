@@ -11,7 +11,7 @@ _SHOWN, _MOST = 3, 5  # how many are named where there are more than the second
 
 
 def rows_of(mask: Tensor, dim: int) -> tuple[int, ...]:
-    """Return the indices along a dimension at which a mask is true anywhere."""
+    """Return the indices of true elements along a dimension."""
     rest = [d for d in range(mask.dim()) if d != dim % mask.dim()]
     found = mask.any(rest) if rest else mask
     return tuple(found.nonzero().flatten().tolist())

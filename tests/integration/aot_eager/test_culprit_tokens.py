@@ -182,6 +182,69 @@ def test_micro_batches(seed: int) -> None:
     assert (found.tokens[0].row, found.tokens[0].position) == at(seed)
 
 
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("spoil", [spoil_advantage, spoil_ratio])
+def test_two_calls_in_one_backward(spoil: Any, call: int) -> None:
+    torch.manual_seed(0)
+    model, optimizer = start(Policy())
+    for step in range(7):
+        optimizer.zero_grad()
+        losses = []
+        for number in range(2):
+            batch = policy_batch(10 * step + number)
+            if (step, number) == (6, call):
+                spoil(at(1))(batch)
+            log_policy(model.monitor, batch)
+            losses.append(model(**batch))
+        sum(losses).backward()
+        optimizer.step()
+    found = model.monitor.culprits()
+
+    assert (found.tokens[0].row, found.tokens[0].position) == at(1)
+    assert found.tokens[0].values["advantage"] == pytest.approx(-3e5 if spoil is spoil_advantage else 0.5)
+    assert found.rows[0].index == at(1)[0]
+
+
+def test_rows_of_two_calls() -> None:
+    """Both calls add to the row."""
+    task = COUPLED["normed"]
+    torch.manual_seed(0)
+    model, optimizer = start(task.make(), (SPIKES,))
+    for step in range(7):
+        first, second = task.batch(2 * step), task.batch(2 * step + 1)
+        if step == 6:
+            task.swell(first, 5)
+        optimizer.zero_grad()
+        (model(**first) + model(**second)).backward()
+        optimizer.step()
+
+    assert model.monitor.culprits().rows[0].index == 5
+
+
+def test_values_without_the_first_token() -> None:
+    """The value that is not finite has all tokens, and the values those that count."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+        def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+            logits = self.head(self.embed(ids) * torch.log(scale)[..., None])[:, :-1]
+            return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    model, optimizer = start(Net(), (FINITE,))
+    ids, scale = policy_batch(0)["ids"], torch.full((ROWS, LENGTH), 2.0)
+    scale[3, 4] = -1.0
+    model.monitor.log_tokens(scale=scale[:, :-1])
+    model(ids, scale).backward()
+    optimizer.step()
+    found = model.monitor.culprits()
+
+    assert [(t.row, t.position, t.values["scale"]) for t in found.tokens if t.share] == [(3, 4, -1.0)]
+    assert found.more_tokens == 0
+
+
 @pytest.mark.inductor
 @pytest.mark.parametrize("spoil", [spoil_advantage, spoil_ratio])
 def test_compiled(spoil: Any) -> None:
