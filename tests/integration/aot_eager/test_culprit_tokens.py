@@ -82,6 +82,7 @@ def spoil_ratio(place: Any) -> Any:
     return spoil
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("seed", SEEDS)
 def test_token_with_a_large_advantage(seed: int) -> None:
     found = train_policy(seed, spoil_advantage(at(seed)))
@@ -96,6 +97,7 @@ def test_token_with_a_large_advantage(seed: int) -> None:
     assert [t.norm for t in found.tokens] == sorted((t.norm for t in found.tokens), reverse=True)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("seed", SEEDS)
 def test_norms_of_tokens_are_those_of_autograd(seed: int) -> None:
     torch.manual_seed(seed)
@@ -133,6 +135,7 @@ def test_token_with_an_infinite_ratio(seed: int) -> None:
     assert [row.index for row in found.rows if row.share] == [at(seed)[0]]
 
 
+@pytest.mark.broad
 def test_more_tokens_than_are_named() -> None:
     found = train_policy(0, spoil_ratio((slice(2, 4), slice(0, 6))))
 
@@ -141,6 +144,7 @@ def test_more_tokens_than_are_named() -> None:
     assert "and 7 more" in str(found)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("spoil", [spoil_advantage, spoil_ratio])
 @pytest.mark.parametrize("way", ["cu_seqlens", "position_ids"])
@@ -164,6 +168,7 @@ def test_packed_batch(way: str, spoil: Any, seed: int) -> None:
     assert "not known" not in found.note
 
 
+@pytest.mark.broad
 def test_packed_batch_without_a_batch_dimension() -> None:
     def log(monitor: gr.Monitor, batch: dict[str, Tensor]) -> None:
         log_policy(monitor, batch, cu_seqlens=STARTS)
@@ -174,6 +179,7 @@ def test_packed_batch_without_a_batch_dimension() -> None:
     assert found.rows[0].index == 2
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("seed", SEEDS)
 def test_micro_batches(seed: int) -> None:
     found = train_policy(seed, spoil_advantage(at(seed)), micro=3)
@@ -182,6 +188,7 @@ def test_micro_batches(seed: int) -> None:
     assert (found.tokens[0].row, found.tokens[0].position) == at(seed)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("call", [0, 1])
 @pytest.mark.parametrize("spoil", [spoil_advantage, spoil_ratio])
 def test_two_calls_in_one_backward(spoil: Any, call: int) -> None:
@@ -205,6 +212,7 @@ def test_two_calls_in_one_backward(spoil: Any, call: int) -> None:
     assert found.rows[0].index == at(1)[0]
 
 
+@pytest.mark.broad
 def test_rows_of_two_calls() -> None:
     """Both calls add to the row."""
     task = COUPLED["normed"]
@@ -221,6 +229,7 @@ def test_rows_of_two_calls() -> None:
     assert model.monitor.culprits().rows[0].index == 5
 
 
+@pytest.mark.broad
 def test_values_without_the_first_token() -> None:
     """The value that is not finite has all tokens, and the values those that count."""
 
@@ -253,6 +262,7 @@ def test_compiled(spoil: Any) -> None:
     assert (found.micro_batch, found.tokens[0].row, found.tokens[0].position) == (1, *at(1))
 
 
+@pytest.mark.broad
 def test_names_of_rows() -> None:
     def log(monitor: gr.Monitor, batch: dict[str, Tensor]) -> None:
         monitor.log_ids(torch.arange(ROWS) + 40)
@@ -264,6 +274,7 @@ def test_names_of_rows() -> None:
     assert f"{at(1)[0]} (id {40 + at(1)[0]})" in str(found)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("shape", ["last", "transposed", "flat", "shifted", "outside"])
 def test_losses_of_all_shapes(shape: str) -> None:
     """Logits that the loss takes with their words in dimension 1, flat, without the first token, or outside."""
@@ -319,6 +330,7 @@ def test_table_of_tokens() -> None:
     assert hash(found)
 
 
+@pytest.mark.broad
 def test_tokens_of_another_shape_are_said() -> None:
     def log(monitor: gr.Monitor, _: dict[str, Tensor]) -> None:
         monitor.log_tokens(ratio=torch.ones(4, 3))
@@ -330,6 +342,7 @@ def test_tokens_of_another_shape_are_said() -> None:
     assert "[4, 3]" in found.note
 
 
+@pytest.mark.broad
 def test_starts_that_do_not_fit_are_said() -> None:
     def log(monitor: gr.Monitor, batch: dict[str, Tensor]) -> None:
         log_policy(monitor, batch, cu_seqlens=torch.tensor([0, 3, 900]))
@@ -340,6 +353,7 @@ def test_starts_that_do_not_fit_are_said() -> None:
     assert "cu_seqlens of monitor.log_tokens is [0, 3, 900]" in found.note
 
 
+@pytest.mark.broad
 def test_tokens_belong_to_the_next_forward() -> None:
     torch.manual_seed(0)
     model, optimizer = start(Policy(), (FINITE,))
@@ -351,6 +365,7 @@ def test_tokens_belong_to_the_next_forward() -> None:
     assert model.monitor.culprits().tokens == ()
 
 
+@pytest.mark.broad
 def test_logged_values_are_copies() -> None:
     found = train_policy(
         0,
@@ -382,6 +397,7 @@ def test_coupled_rows_that_are_not_finite(name: str, seed: int) -> None:
     assert f"rows {rows[0]} and {rows[1]}" in found.note
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_rows_that_are_large(name: str, seed: int) -> None:
@@ -404,6 +420,7 @@ def test_coupled_rows_that_are_large(name: str, seed: int) -> None:
     assert f"rows are by the norm of {task.error}, as per-example gradients are refused: " in found.note
 
 
+@pytest.mark.broad
 def test_a_bad_input_of_coupled_rows() -> None:
     task = COUPLED["normed"]
     model, optimizer = start(task.make(), (FINITE,))
@@ -416,6 +433,7 @@ def test_a_bad_input_of_coupled_rows() -> None:
     assert "x (row 5, column 1)" in found.note
 
 
+@pytest.mark.broad
 def test_many_rows_that_are_not_finite() -> None:
     task = COUPLED["messages"]
     model, optimizer = start(task.make(), (FINITE,))
