@@ -76,3 +76,10 @@ def test_values_are_copies_without_history() -> None:
     assert not logged.values["ratio"].requires_grad
     assert logged.shape == (2, 3)
     assert not logged.is_packed
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """A meta tensor has no values that could be read."""
+    values = {name: torch.zeros(1, 4, device="meta") for name in ("ratio", "position_ids")}
+    gr.Monitor().log_tokens(**values)
+    gr.Monitor().log_tokens(ratio=values["ratio"], cu_seqlens=torch.zeros(3, dtype=torch.int32, device="meta"))
