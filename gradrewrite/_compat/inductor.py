@@ -69,13 +69,23 @@ def _add_lowerings() -> None:
             register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def replace_random(gm: fx.GraphModule) -> None:
-    """Let random nodes draw from seeds, as Inductor does, unless it was told not to."""
+def replace_random(gm: fx.GraphModule, traced: fx.Graph) -> None:
+    """Let random nodes draw from seeds, as Inductor does, unless it was told not to.
+
+    ``gm`` has no fakes; Inductor traces with the symbolic sizes of the nodes of ``traced``, which have their names.
+    """
     with needed_for("Inductor draws the random numbers of a graph from seeds"):
         from torch._inductor.fx_passes.replace_random import replace_random_passes
 
-    if not _config().fallback_random:
-        replace_random_passes(gm)
+    if _config().fallback_random:
+        return
+    known = {node.name: node.meta["val"] for node in traced.nodes if isinstance(node.meta.get("val"), torch.SymInt)}
+    sizes = [node for node in gm.graph.nodes if node.name in known]
+    for node in sizes:
+        node.meta["val"] = known[node.name]
+    replace_random_passes(gm)
+    for node in sizes:
+        node.meta.pop("val", None)
 
 
 def compile_plain(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:

@@ -345,7 +345,7 @@ class GraphCompilation:
         dynamo.note_artifact("gradrewrite_joint_graph", lambda: str(shown))
         if replay_graph is not None:
             if self.engine.draws_from_seeds and replay_graph.is_random:
-                inductor.replace_random(replay_graph.graph)
+                inductor.replace_random(replay_graph.graph, graph)
             self.forwards = PendingForwards(replay_graph)
         self.report()
 

@@ -31,9 +31,9 @@ class BadStep:
 def bad_steps(run: Run) -> list[BadStep]:
     """Return the non-finite steps, without expected infinities."""
     bad = [BadStep(step, sites) for step in run.steps if (sites := _bad_sites(run, step))]
-    bad = [one for one in bad if not _is_in_inputs_alone(run, one)]
     expected = _expected_infinities(run, bad)
-    return [BadStep(one.step, rest) for one in bad if (rest := [site for site in one.sites if site not in expected])]
+    rest = [BadStep(one.step, left) for one in bad if (left := [site for site in one.sites if site not in expected])]
+    return [one for one in rest if not _is_in_inputs_alone(run, one)]
 
 
 def harmful_steps(run: Run) -> list[BadStep]:

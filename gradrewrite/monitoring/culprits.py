@@ -1,4 +1,4 @@
-"""Culprits: the rank, micro-batch, rows and layers behind a skipped update."""
+"""Culprits: the rank, micro-batch, rows, tokens and layers behind a skipped update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,21 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gradrewrite._compat import data_parallel
+from gradrewrite._utils.formatting import plain_table
 from gradrewrite.diagnostics.skipped_updates import spike_reason
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.ir.record_key import RecordKey
+from gradrewrite.monitoring.batch_parts import (
+    BadValue,
+    BatchSizes,
+    PartNorms,
+    ReplayedBatch,
+    row_norms,
+    text_of_elements,
+    token_norms,
+)
 from gradrewrite.monitoring.kept_step import KeptStep
+from gradrewrite.monitoring.logged_tokens import LoggedTokens
 from gradrewrite.monitoring.step_record import StepRecord
 from gradrewrite.monitoring.step_recorder import StepRecorder
 from gradrewrite.replay.interpreter import run_again
@@ -29,9 +40,10 @@ class CulpritRow(NamedTuple):
     """One row of a batch.
 
     Attributes:
-        index: Its number in the micro-batch, from 0.
+        index: Its number in the micro-batch, from 0; of a packed batch that of the sequence.
         id: Its name of ``monitor.log_ids``; None without one.
-        norm: L2 norm of what it adds to the gradient of the micro-batch, over all parameters.
+        norm: L2 norm of what it adds to the gradient of the micro-batch, over all parameters; where
+            ``Culprits.rows_by`` says so that of its part of an error, or inf.
         share: Its square over the sum of squares of all rows of the micro-batch, in [0, 1]; 1 if it is not finite, and
             0 for finite rows beside such.
     """
@@ -40,6 +52,28 @@ class CulpritRow(NamedTuple):
     id: int | str | None
     norm: float
     share: float
+
+
+@dataclass(frozen=True, slots=True)
+class CulpritToken:
+    """One token of a batch.
+
+    Attributes:
+        row: Number of its row in the micro-batch, from 0; of a packed batch that of its sequence.
+        position: Its number in the row, or in the sequence, from 0.
+        norm: L2 norm of its part of the error at ``Culprits.tokens_by``; inf if it is not finite.
+        share: Its square over the sum of squares of all tokens, in [0, 1]; 1 if it is not finite, and 0 for finite ones
+            beside such.
+        values: What ``monitor.log_tokens`` was given of it, by name.
+        id: Name of its row of ``monitor.log_ids``; None without one.
+    """
+
+    row: int
+    position: int
+    norm: float
+    share: float
+    values: Mapping[str, float] = field(hash=False)
+    id: int | str | None = None
 
 
 class CulpritLayer(NamedTuple):
@@ -67,7 +101,14 @@ class Culprits:
         rows: Rows of the micro-batch, the one with the largest norm first; ``()`` where they are not known.
         layers: Modules that they act in, the one with the largest share first; ``()`` where they are not known.
         reason: Why the update was skipped.
-        note: Why rows, or more, are not known; ``""`` if all is.
+        note: Why rows, or more, are not known or known in another way; ``""`` if there is nothing to say.
+        tokens: Tokens of the micro-batch, the one with the largest norm first; ``()`` without ``monitor.log_tokens``.
+        more_tokens: How many there are besides; of those that are not finite, if any is not.
+        more_rows: How many more rows are not finite.
+        rows_by: ``"gradient"``: rows are by what they add to the gradient. Where they act on each other it is the site
+            of the error at the logits, ``"error:head"``, or the op of the first value that is not finite,
+            ``"encoder/sqrt"``: they are the rows of its elements.
+        tokens_by: Likewise for tokens; ``""`` without them.
     """
 
     step: int
@@ -77,6 +118,11 @@ class Culprits:
     layers: tuple[CulpritLayer, ...] = ()
     reason: str = ""
     note: str = ""
+    tokens: tuple[CulpritToken, ...] = ()
+    more_tokens: int = 0
+    more_rows: int = 0
+    rows_by: str = "gradient"
+    tokens_by: str = ""
 
     def __str__(self) -> str:
         where = ", ".join(
@@ -84,14 +130,39 @@ class Culprits:
             for name, number, first in (("rank", self.rank, 0), ("micro-batch", self.micro_batch, 1))
         )
         lines = [f"update {self.step} was skipped{f' ({self.reason})' if self.reason else ''}: {where}"]
-        for row in self.rows:
-            name = "" if row.id is None else f" (id {row.id!r})"
-            lines.append(f"  row {row.index}{name}: gradient norm {row.norm:.4g}, {100 * row.share:.3g} %")
+        lines += [f"  row {_named(row.index, row.id)}: {self._figure(row)}" for row in self.rows]
+        lines += [f"  and {self.more_rows} more"] if self.more_rows else []
         lines += [f"  layer {layer.name or '(model)'}: {100 * layer.share:.3g} %" for layer in self.layers]
-        return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+        return "\n".join([*lines, *self._table(), *([f"  {self.note}"] if self.note else [])])
+
+    def _figure(self, row: CulpritRow) -> str:
+        if self.rows_by != "gradient" and not self.rows_by.startswith("error:"):
+            return f"not finite in {self.rows_by}"
+        of = "gradient norm" if self.rows_by == "gradient" else f"norm of {self.rows_by}"
+        return f"{of} {row.norm:.4g}, {100 * row.share:.3g} %"
+
+    def _table(self) -> list[str]:
+        """Return the lines of the table of tokens."""
+        if not self.tokens:
+            return []
+        is_error = self.tokens_by.startswith("error:")
+        columns = ["row", "position", *(["norm", "share"] if is_error else []), *self.tokens[0].values]
+        rows = []
+        for token in self.tokens:
+            figures = [f"{token.norm:.4g}", f"{100 * token.share:.3g} %"] if is_error else []
+            values = [f"{value:.4g}" for value in token.values.values()]
+            rows.append([_named(token.row, token.id), str(token.position), *figures, *values])
+        by = "by the norm of" if is_error else "that are not finite in"
+        more = [f"  and {self.more_tokens} more"] if self.more_tokens else []
+        table = [f"  {line}" for line in plain_table(columns, rows).splitlines() if line.strip(" \u2500")]
+        return [f"  tokens {by} {self.tokens_by}:", *table, *more]
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _named(number: int, name: int | str | None) -> str:
+    return str(number) if name is None else f"{number} (id {name!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +238,92 @@ def _replayed(kept: KeptStep | None, key: int, update: int, k: int) -> _Suspect 
         at = _largest([one.largest_row() for one in norms])
     else:
         at = _largest([one.gradient() for one in norms])
-    return norms[at].suspect(update, at, k)
+    return norms[at].suspect(update, at, k, _parts_of(kept, list(kept.micro_batches.values())[at], norms[at]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Rows and tokens of a micro-batch, by errors and elements."""
+
+    rows: PartNorms | None = None  # None: those by gradients, if any
+    tokens: PartNorms | None = None
+    places: tuple[Tensor, Tensor] | None = None  # row and position of each token
+    logged: LoggedTokens | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _parts_of(kept: KeptStep, snapshots: Sequence[StepSnapshot | None], norms: _Norms) -> _Parts:
+    """Return the parts of a micro-batch, as far as somebody asked or gradients do not tell them."""
+    known = [snapshot for snapshot in snapshots if snapshot is not None]
+    is_logged = any(s.names is not None and s.names.tokens is not None for s in known)
+    if not is_logged and norms.rows is not None:
+        return _Parts()
+    try:
+        return _replayed_parts(ReplayedBatch([(s, _values_of(kept, s)) for s in known]), norms)
+    except Exception as err:  # as in _replayed
+        reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
+        wanted = "tokens" if norms.rows is not None else "rows and tokens" if is_logged else "rows"
+        return _Parts(notes=(f"{wanted} are not known: {norms.missing or reason}",))
+
+
+def _replayed_parts(step: ReplayedBatch, norms: _Norms) -> _Parts:
+    bad = None if math.isfinite(norms.gradient()) else step.first_bad()
+    logged, tokens = _worst_call(step, bad)
+    sizes = step.sizes(logged, None if norms.ids is None else len(norms.ids))
+    places = None if logged is None else logged.places()
+    notes = []
+    if logged is not None and tokens is None:
+        notes.append(_without_tokens(logged, bad))
+    if logged is not None and logged.is_packed:
+        rows = None if tokens is None or places is None else _of_sequences(tokens, places[0])
+    else:
+        rows = row_norms(step, sizes, bad) if norms.rows is None else None
+    if norms.rows is None or rows is not None:
+        notes.append(_note_of(rows, norms.missing, bad, sizes, logged))
+    return _Parts(rows, tokens, places, logged, tuple(notes))
+
+
+def _worst_call(step: ReplayedBatch, bad: BadValue | None) -> tuple[LoggedTokens | None, PartNorms | None]:
+    """Return the tokens of the call with the largest norm; those of the call with the first bad value."""
+    calls = step.calls()
+    own = [call for call in calls if bad is not None and any(s is bad.snapshot for s, _ in call[1].graphs)] or calls
+    found = [(logged, token_norms(part, part.sizes(logged, None), bad, logged)) for logged, part in own]
+    if not found:
+        return None, None
+    return max(found, key=lambda one: -1.0 if one[1] is None else float(one[1].norms.max()))
+
+
+def _without_tokens(logged: LoggedTokens, bad: BadValue | None) -> str:
+    if bad is not None:
+        return f"tokens are not known: the first value that is not finite, {bad.op}, has none"
+    return (
+        f"tokens are not known: no error has the shape of what monitor.log_tokens was given, {list(logged.shape)}, in "
+        "front; give values of the tokens that the logits are of"
+    )
+
+
+def _note_of(
+    rows: PartNorms | None, missing: str, bad: BadValue | None, sizes: BatchSizes, logged: LoggedTokens | None
+) -> str:
+    """Return how the rows are known, or why they are not."""
+    if rows is None:
+        return f"rows are not known: {missing}" + (
+            "" if bad is None else f"; the first value that is not finite, {bad.op}, has no rows"
+        )
+    refused = f", as per-example gradients are refused: {missing}" if missing else ""
+    if logged is not None and logged.is_packed:
+        return "rows are the sequences of the packed batch, by their tokens"
+    if rows.of_elements and bad is not None:
+        return (
+            f"rows are those of the first value that is not finite, {bad.op} ({text_of_elements(bad, sizes)}){refused}"
+        )
+    return f"rows are by the norm of {rows.by}{refused}"
+
+
+def _of_sequences(tokens: PartNorms, rows: Tensor) -> PartNorms:
+    """Return the norms of sequences from those of their tokens."""
+    squares = tokens.norms.new_zeros(int(rows.max()) + 1).index_add(0, rows, tokens.norms.square())
+    return PartNorms(squares.sqrt(), tokens.by, tokens.of_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,20 +345,69 @@ class _Norms:
         assert self.rows
         return torch.stack(list(self.rows.values())).sum(0)
 
-    def suspect(self, update: int, micro_batch: int, k: int) -> _Suspect:
-        found = Culprits(update, this_rank() or 0, micro_batch, note=self.missing)
-        if not self.rows:
-            return _Suspect(replace(found, layers=_layers(self.gradients, k)), None, self.gradient())
-        squares = self.by_row().tolist()
-        order = sorted(range(len(squares)), key=lambda n: -_finite_or_inf(squares[n]))[:k]
-        shares = _shares(squares)
-        ids: Sequence[int | str | None] = [None] * len(squares) if self.ids is None else self.ids
-        if len(ids) != len(squares):
-            note = f"monitor.log_ids was given {len(ids)} of them, and there are {len(squares)} rows"
-            found, ids = replace(found, note=f"ids are not known: {note}"), [None] * len(squares)
-        rows = tuple(CulpritRow(n, ids[n], math.sqrt(squares[n]), shares[n]) for n in order)
-        layers = _layers({name: float(own[order].sum()) for name, own in self.rows.items()}, k)
-        return _Suspect(replace(found, rows=rows, layers=layers), self.largest_row(), self.gradient())
+    def suspect(self, update: int, micro_batch: int, k: int, parts: _Parts) -> _Suspect:
+        notes = list(parts.notes)
+        found = Culprits(update, this_rank() or 0, micro_batch, layers=_layers(self.gradients, k))
+        norms = parts.rows or (PartNorms(self.by_row().sqrt().cpu(), "gradient") if self.rows else None)
+        if norms is not None:
+            ids = self._ids_for(len(norms.norms), notes)
+            order, shares = _largest_parts(norms, k)
+            rows = tuple(CulpritRow(n, ids[n], float(norms.norms[n]), shares[n]) for n in order)
+            found = replace(found, rows=rows, more_rows=_more_bad(norms, order), rows_by=norms.by)
+            if parts.rows is None and self.rows:
+                layers = _layers({name: float(own[order].sum()) for name, own in self.rows.items()}, k)
+                found = replace(found, layers=layers)
+        if parts.tokens is not None:
+            found = _with_tokens(found, parts, parts.tokens, k, self.ids)
+        row = self.largest_row() if self.rows else None
+        return _Suspect(replace(found, note="; ".join(notes)), row, self.gradient())
+
+    def _ids_for(self, number: int, notes: list[str]) -> Sequence[int | str | None]:
+        if self.ids is None or len(self.ids) == number:
+            return self.ids or [None] * number
+        given = f"monitor.log_ids was given {len(self.ids)} of them, and there are {number} rows"
+        notes.append(f"ids are not known: {given}")
+        return [None] * number
+
+
+def _largest_parts(norms: PartNorms, k: int) -> tuple[list[int], list[float]]:
+    """Return the numbers of the largest parts, and the shares of all."""
+    sizes = list(map(_finite_or_inf, norms.norms.tolist()))
+    order = sorted(range(len(sizes)), key=lambda n: -sizes[n])
+    if norms.of_elements:
+        order = [n for n in order if math.isinf(sizes[n])]
+    return order[:k], _shares([size * size for size in sizes])
+
+
+def _more_bad(norms: PartNorms, named: Sequence[int]) -> int:
+    """Return how many parts are not finite besides."""
+    finite = norms.norms.isfinite()
+    return int((~finite).sum() - (~finite[list(named)]).sum())
+
+
+def _with_tokens(
+    found: Culprits, parts: _Parts, norms: PartNorms, k: int, ids: tuple[int | str, ...] | None
+) -> Culprits:
+    assert parts.logged is not None
+    assert parts.places is not None
+    rows, positions = parts.places
+    values = {name: value.flatten().cpu() for name, value in parts.logged.values.items()}
+    order, shares = _largest_parts(norms, k)
+    names = ids if ids is not None and len(ids) == int(rows.max()) + 1 else None
+    tokens = tuple(
+        CulpritToken(
+            row=(row := int(rows[n])),
+            position=int(positions[n]),
+            norm=float(norms.norms[n]),
+            share=shares[n],
+            values={name: float(value[n]) for name, value in values.items()},
+            id=None if names is None else names[row],
+        )
+        for n in order
+    )
+    is_finite = bool(norms.norms.isfinite().all())
+    more = len(norms.norms) - len(order) if is_finite else _more_bad(norms, order)
+    return replace(found, tokens=tokens, more_tokens=more, tokens_by=norms.by)
 
 
 def _norms_of(kept: KeptStep, snapshots: Sequence[StepSnapshot | None]) -> _Norms:
@@ -226,9 +431,9 @@ def _norms_of(kept: KeptStep, snapshots: Sequence[StepSnapshot | None]) -> _Norm
         )
     squares = {name: float(g.detach().abs().double().square().sum()) for name, g in gradients.items()}
     by_row = {name: own.double().cpu() for name, own in rows.items()}
-    ids = next((_ids_of(s.ids) for s in snapshots if s is not None and s.ids is not None), None)
-    note = f"rows are not known: {missing}" if missing else ""
-    return _Norms(squares, None if missing else by_row, note, ids)
+    names = (s.names.ids for s in snapshots if s is not None and s.names is not None)
+    ids = next((_ids_of(own) for own in names if own is not None), None)
+    return _Norms(squares, None if missing else by_row, missing, ids)
 
 
 def _ids_of(ids: Tensor | tuple[int | str, ...]) -> tuple[int | str, ...]:

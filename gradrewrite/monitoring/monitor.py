@@ -26,6 +26,7 @@ from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import KEPT, OnFailure
 from gradrewrite.monitoring.culprits import Culprits, find_culprits
 from gradrewrite.monitoring.host_copy import pack_of
+from gradrewrite.monitoring.logged_tokens import logged_tokens
 from gradrewrite.monitoring.messages import failure_of, numbered
 from gradrewrite.monitoring.rank_reduction import RankReduction
 from gradrewrite.monitoring.step_record import StepRecord
@@ -485,15 +486,17 @@ class Monitor:
             return record.failure
 
     def culprits(self, k: int = 5) -> Culprits:
-        """Return the rank, micro-batch, rows and layers behind the last skipped update.
+        """Return the rank, micro-batch, rows, tokens and layers behind the last skipped update.
 
         The update was skipped by ``SkipSpikes`` or ``CheckFinite("skip")``. Its micro-batches are replayed op by op,
         with the inputs, the gradients of outputs and the random state of the step; nothing changes, and nothing is
         computed in steps that are not asked about. The rows are those of the micro-batch, of all ranks, that has the
         row with the largest norm. A row's norm is that of what it adds to the gradient of its micro-batch, before the
         actions at gradient sites, as ``backward`` computed it (of a scaled loss it is scaled); every tensor input of
-        the model has the rows in dimension 0. Where there are no rows (``note`` says why), it is the micro-batch with
-        the largest gradient.
+        the model has the rows in dimension 0. Where these norms are refused (rows act on each other: batch norm,
+        contrastive losses, graphs), it is the micro-batch with the largest gradient. Its rows are then those of the
+        first value that is not finite, or have the norms of the error at the logits; ``rows_by`` and ``note`` say so.
+        After ``log_tokens`` the tokens are named in the same two ways.
 
         The step can be replayed until the next training forward; until then inputs and gradients of outputs (up to
         64 MiB each) of its micro-batches are kept alive. Later, where an input was changed in place (by torch: what
@@ -537,6 +540,27 @@ class Monitor:
         if isinstance(ids, Tensor | str) or not isinstance(ids, Iterable):
             raise TypeError(f"monitor.log_ids takes integers or strings, one for each row, got {type(ids).__name__}")
         self._recorder.links.note_ids(tuple(ids))
+
+    def log_tokens(
+        self, *, cu_seqlens: Tensor | None = None, position_ids: Tensor | None = None, **values: Tensor
+    ) -> None:
+        """Give values of the tokens of the next forward's batch; ``culprits`` shows those of the worst ones.
+
+        Nothing waits for the device: values are copied, and read when somebody asks.
+
+        Args:
+            cu_seqlens: Of a packed batch: where its sequences begin, and the number of tokens, ``[0, n_1, n_1 + n_2,
+                ..., total]``, as FlashAttention takes it. Tokens are then named by sequence and position in it.
+            position_ids: Of a packed batch, instead: the positions of the tokens, as transformers takes them; a
+                sequence begins at each 0.
+            values: Tensors ``[B, T]``, such as ratio, advantage or mask, all of one shape; of a packed batch
+                ``[total]`` or ``[1, total]``. Logits have this shape in front, ``[B, T, V]``.
+
+        Raises:
+            TypeError: A value is no tensor of real numbers.
+            ValueError: There is no value, or the shapes do not fit each other.
+        """
+        self._recorder.links.note_tokens(logged_tokens(values, cu_seqlens, position_ids))
 
     def _read(self, last: int | None = None) -> list[StepRecord]:
         with self._lock:

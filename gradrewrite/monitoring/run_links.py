@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import distributed, nn
 
@@ -13,8 +13,16 @@ from gradrewrite._compat.data_parallel import DistributedDataParallel
 from gradrewrite._version import __version__
 from gradrewrite.diagnostics.run_log import Origin
 from gradrewrite.monitoring.kept_step import KeptStep
+from gradrewrite.monitoring.logged_tokens import LoggedTokens
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
+
+
+class NamesOfBatch(NamedTuple):
+    """Names and values of the user's for the next batch."""
+
+    ids: Any = None  # names of its rows
+    tokens: LoggedTokens | None = None
 
 
 class RunLinks:
@@ -33,7 +41,7 @@ class RunLinks:
         self.kept_step: KeptStep | None = None
         self._models: list[tuple[weakref.ref[nn.Module], str]] = []  # with the labels of their sites
         self._policies: list[tuple[str, ...]] = []  # of the models, each rule as text
-        self._ids: Any = None  # names of the examples of the next forward
+        self._names: NamesOfBatch | None = None  # of the next forward
 
     def note_lone_skip(self, site: Site | None) -> None:
         """Take note of a skipping check on one rank alone.
@@ -56,7 +64,11 @@ class RunLinks:
 
     def note_ids(self, ids: Any) -> None:
         """Take names of the examples of the next forward."""
-        self._ids = ids
+        self._names = (self._names or NamesOfBatch())._replace(ids=ids)
+
+    def note_tokens(self, tokens: LoggedTokens) -> None:
+        """Take values of the tokens of the next forward."""
+        self._names = (self._names or NamesOfBatch())._replace(tokens=tokens)
 
     def note_policy(self, rules: Sequence[str]) -> None:
         """Take note of a model's policy, for the origin of run logs."""
@@ -91,12 +103,12 @@ class RunLinks:
         """Return the origin of the steps, with a configuration of the user's."""
         return Origin(__version__, tuple(dict.fromkeys(itertools.chain.from_iterable(self._policies))), config)
 
-    def begin_forward(self) -> Any:
-        """Let go of the former step; return names of examples."""
-        ids, self._ids = self._ids, None
+    def begin_forward(self) -> NamesOfBatch | None:
+        """Let go of the former step; return names of the batch."""
+        names, self._names = self._names, None
         if self.kept_step is not None and self.kept_step.is_over:
             self.kept_step = None
-        return ids
+        return names
 
     def keep(
         self, backward: int, snapshot: StepSnapshot | None, update_key: int, is_cleared: Callable[[], bool]

@@ -11,7 +11,7 @@ _SHOWN, _MOST = 3, 5  # how many are named where there are more than the second
 
 
 def rows_of(mask: Tensor, dim: int) -> tuple[int, ...]:
-    """Return the indices along a dimension at which a mask is true anywhere."""
+    """Return the indices of true elements along a dimension."""
     rest = [d for d in range(mask.dim()) if d != dim % mask.dim()]
     found = mask.any(rest) if rest else mask
     return tuple(found.nonzero().flatten().tolist())
@@ -25,8 +25,14 @@ def split_rows(mask: Tensor, batch_size: int | None, positions: int | None) -> T
     """
     if not batch_size or not positions or not mask.dim() or mask.shape[0] == batch_size or mask.shape[0] % batch_size:
         return mask
-    is_flat, is_of_heads = mask.shape[0] == batch_size * positions, mask.dim() > 2 and positions in mask.shape[1:]
+    is_flat = mask.shape[0] in [batch_size * length for length in _lengths(positions)]
+    is_of_heads = mask.dim() > 2 and positions in mask.shape[1:]
     return mask.unflatten(0, (batch_size, -1)) if is_flat or is_of_heads else mask
+
+
+def _lengths(positions: int | None) -> tuple[int, ...]:
+    """Return the length of sequences, and of those without their first or last token."""
+    return () if positions is None or positions < 2 else (positions, positions - 1)
 
 
 def names_of_dimensions(
@@ -38,8 +44,8 @@ def names_of_dimensions(
         shape: Sizes of the value.
         batch_size: The first dimension of this size has the rows of the batch. None for a value without them: a matrix
             has rows and columns of its own, a vector elements.
-        positions: Length of the sequences; the first other dimension of this size has the positions. None where it is
-            not known: a dimension between rows and columns has them.
+        positions: Length of the sequences; the first other dimension of this size, or of one less (what comes next),
+            has the positions. None where it is not known: a dimension between rows and columns has them.
     """
     rank = len(shape)
     rows = next((d for d, size in enumerate(shape) if size == batch_size), None)
@@ -48,11 +54,11 @@ def names_of_dimensions(
     others = [d for d in range(rank) if d != rows]
     names = list(_numbered(rank))
     names[rows] = "row"
+    known = [d for size in _lengths(positions) for d in others if shape[d] == size]
+    if known or rank == 3:
+        names[others.pop(others.index(known[0] if known else others[0]))] = "position"
     if others:
         names[others[-1]] = "column"
-    known = [d for d in others if shape[d] == positions]
-    if known or rank == 3:
-        names[(known or others)[0]] = "position"
     return tuple(names)
 
 

@@ -115,7 +115,7 @@ class ForwardCall(NamedTuple):
     random: RandomState | None  # random state before it; None if it draws no random numbers
     # Storages of some of its last outputs, by the name of the node: they identify its backward.
     keys: Mapping[str, _Key]
-    ids: Any = None  # names of its examples, that the user gave
+    names: Any = None  # of its examples and tokens, that the user gave
 
     def is_over(self, saved: Collection[str]) -> bool:
         """Whether something that it saved for the backward is gone."""
@@ -132,7 +132,7 @@ class StepSnapshot(NamedTuple):
     tangents: Mapping[str, VersionedRef] = MappingProxyType({})  # gradients that came from outside, by placeholder
     random: RandomState | None = None  # random state before the forward
     missing: str = ""  # why the step cannot be replayed; ``""`` if it can
-    ids: Any = None  # names of its examples, that the user gave; None where there are none
+    names: Any = None  # of its examples and tokens, that the user gave; None where there are none
     streams: Mapping[int, Tensor] = MappingProxyType({})  # copies of random streams, by the identity of the tensor
 
     @property
@@ -178,7 +178,7 @@ class PendingForwards:
         return len(forward.graph.find_nodes(op="placeholder")) == len(self._of_model)
 
     def begin(
-        self, args: Sequence[Any], ids: Any = None, copies: Mapping[int, Tensor] = MappingProxyType({})
+        self, args: Sequence[Any], names: Any = None, copies: Mapping[int, Tensor] = MappingProxyType({})
     ) -> _Begun:
         """Note the inputs of a call before it; copy the written ones, but for those with ``copies`` by position."""
         with self._lock:
@@ -196,7 +196,7 @@ class PendingForwards:
         values = [_without_history(a) if r is None else r for r, a in zip(refs, args, strict=True)]
         for n in self._updated:
             values[n], versions[n] = copies[n] if n in copies else args[n].detach().clone(), 0
-        return values, versions, RandomState.now(args) if self.replay_graph.is_random else None, ids
+        return values, versions, RandomState.now(args) if self.replay_graph.is_random else None, names
 
     def _note_inputs(self, args: Sequence[Any]) -> list[weakref.ref[Any] | None]:
         self._refs = [weakref.ref(a) if w else None for a, w in zip(args, self._of_model, strict=True)]
@@ -231,7 +231,7 @@ class PendingForwards:
             return StepSnapshot(
                 self.replay_graph, missing=f"{missing}compute the loss inside the model, or call gr.locate"
             )
-        return StepSnapshot(self.replay_graph, call.values, call.versions, tangents, call.random, ids=call.ids)
+        return StepSnapshot(self.replay_graph, call.values, call.versions, tangents, call.random, names=call.names)
 
     def _find(self, args: Sequence[Any]) -> ForwardCall | None:
         unknown = []

@@ -160,12 +160,12 @@ class ExampleGradients:
             try:
                 return find_tail(node, found.analysis.layouts, found.analysis.splits)
             except MixesExamplesError as err:
-                raise PolicyError(f"{start}: {err}. {_WAY_OUT}", code="per-example") from None
+                raise PolicyError(f"{start}: {err}. {WAY_OUT}", code="per-example") from None
         if not isinstance(layout, Mixed):
             raise PolicyError(f"{start}, and this one does not depend on the examples of the batch", code="per-example")
         mixing = next(other for other in self._graph.nodes if other.name == layout.node)
         line = f", {found_line}" if (found_line := line_in(self._marked, mixing)) else ""
-        raise PolicyError(f"{start}: {layout.reason} ({layout.node}{line}). {_WAY_OUT}", code="per-example")
+        raise PolicyError(f"{start}: {layout.reason} ({layout.node}{line}). {WAY_OUT}", code="per-example")
 
     def _examples(self, point: InsertionPoint, asked: Asked) -> _Found:
         dim = asked.reads.batch_dim
@@ -315,7 +315,7 @@ class ExampleGradients:
         return result
 
 
-_WAY_OUT = (
+WAY_OUT = (
     "Per-example gradients need a loss that is a sum or a mean over examples, each computed from its own inputs; leave "
     "this parameter out, or replace the op (GroupNorm or LayerNorm for BatchNorm, a weight decay for a penalty)"
 )

@@ -14,7 +14,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.marked_graph import MarkedJointGraph
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.policy.insertions import Insertion, PerExample, ReplaceTensor
-from gradrewrite.rewriting.example_gradients import Asked, ExampleGradients
+from gradrewrite.rewriting.example_gradients import WAY_OUT, Asked, ExampleGradients
 from gradrewrite.rewriting.insertion_points import InsertionPoint
 
 
@@ -61,7 +61,7 @@ def example_norms_of(replay_graph: ReplayGraph, values: Sequence[Any]) -> Exampl
     try:
         squares = _insert_norms(graph, replay_graph, [(sites[at], node) for at, node in gradients.items()])
     except PolicyError as err:
-        missing = err.text
+        missing = err.text.removesuffix(f". {WAY_OUT}")  # a way out of a policy
     editing.erase_markers(graph)
     editing.return_instead(graph, [*gradients.values(), *squares])
     return ExampleNorms(gm, tuple(site.name for site in sites.values()), missing)

@@ -278,8 +278,8 @@ def test_batch_norm_mixes_examples() -> None:
     run.until_spike(1, 3)
     found = run.model.monitor.culprits()
 
-    assert (found.micro_batch, found.rows) == (1, ())
-    assert "rows are not known" in found.note
+    assert (found.micro_batch, found.rows[0].index, found.rows[0].id) == (1, 3, f"{run.seed}.3")
+    assert found.note.startswith("rows are by the norm of error:b, as per-example gradients are refused: ")
     assert "monitor.culprits() needs the gradient of each example" in found.note
     assert {layer.name for layer in found.layers} == {"a", "norm", "b"}
 
@@ -348,7 +348,8 @@ def test_regions(layers: str) -> None:
             optimizer.zero_grad()
     found = model.monitor.culprits()
 
-    assert (found.micro_batch, found.rows) == (1, ())
+    assert (found.micro_batch, found.rows[0].index) == (1, 3)
+    assert found.rows_by.startswith("error:net")
     assert "regions" in found.note
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradrewrite as gr
 from gradrewrite.passes import AllReduce, CheckFinite, Observe, SkipSpikes
 
+from models.coupled import Policy, policy_batch
 from models.culprits import ROWS, Poison, task_of
 from ranks import outcomes_of, run_parts
 
@@ -115,7 +116,25 @@ def failed(rank: int) -> Any:
     return found.rank, found.micro_batch, found.rows[0].index, found.rows[0].share
 
 
-PARTS = (named, equal, reduced, later, unrecorded, sharded, failed)
+def tokens(rank: int) -> Any:
+    """An infinite ratio of one token of one rank."""
+    torch.manual_seed(0)
+    model = gr.transform(Policy(), gr.on("gradient:*", CheckFinite("skip")))
+    called = DistributedDataParallel(model)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for micro in range(2):
+        batch = policy_batch(10 * micro + rank)
+        if (rank, micro) == (1, 0):
+            batch["before"][2, 5], batch["mask"][2, 5] = -200.0, 1.0
+        model.monitor.log_tokens(before=batch["before"])
+        with called.no_sync() if micro == 0 else contextlib.nullcontext():
+            called(**batch).backward()
+    optimizer.step()
+    found = model.monitor.culprits()
+    return found.rank, found.micro_batch, [(t.row, t.position, dict(t.values)) for t in found.tokens]
+
+
+PARTS = (named, equal, reduced, later, unrecorded, sharded, failed, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +159,10 @@ def test_averages_in_the_graph(outcomes: list[dict[str, Any]]) -> None:
 
 def test_failed_check_of_one_rank(outcomes: list[dict[str, Any]]) -> None:
     assert [one["failed"] for one in outcomes] == [(1, 1, 2, 1.0)] * 2
+
+
+def test_token_of_one_rank(outcomes: list[dict[str, Any]]) -> None:
+    assert [one["tokens"] for one in outcomes] == [(1, 0, [(2, 5, {"before": -200.0})])] * 2
 
 
 def test_records_name_the_rank_later(outcomes: list[dict[str, Any]]) -> None:

@@ -60,3 +60,23 @@ def test_rows_of_code_out_of_the_cache(tmp_path: Path) -> None:
 
     assert answers[0] == answers[1]
     assert answers[0].rows[0].index == 3
+
+
+def test_dropout_of_batches_of_changing_size() -> None:
+    """The replay draws as many numbers as the step did: a row that dominates has the norm of the gradient."""
+    torch.manual_seed(0)
+    model = gr.transform(task_of("scaled label", dropout=0.5).make(), SPIKES)
+    model.compile()
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1e-3), model)
+    for step in range(7):
+        x, y = torch.randn(8 + step, 5), torch.randn(8 + step, 3)
+        if step == 6:
+            y[9] *= 1e5
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    (row,) = model.monitor.culprits(k=1).rows
+
+    assert row.index == 9
+    assert row.norm == pytest.approx(float(norm), rel=1e-3)

@@ -46,6 +46,8 @@ def test_numbers(numbers: list[int], text: str) -> None:
         ((49,), 4, None, ("element",)),
         ((4, 7), 4, None, ("row", "column")),
         ((4, 7), 4, 7, ("row", "position")),
+        ((4, 6), 4, 7, ("row", "position")),
+        ((4, 6, 7), 4, 7, ("row", "column", "position")),
         ((7, 4), 4, 7, ("position", "row")),
         ((4, 4), 4, None, ("row", "column")),
         ((6, 5), None, None, ("row", "column")),
@@ -124,5 +126,6 @@ def test_split_rows() -> None:
 
     assert rows_of(split_rows(mask, 3, 4), 0) == (1,)
     assert rows_of(split_rows(mask, 3, 4), 1) == (3,)
+    assert split_rows(mask, 3, 5).shape == (3, 4, 5)
     assert split_rows(mask_of((12, 5, 5)), 3, 5).shape == (3, 4, 5, 5)
     assert split_rows(mask, 3, None).shape == split_rows(mask, 5, 4).shape == split_rows(mask, 12, 5).shape == (12, 5)
