@@ -44,6 +44,11 @@ class Evidence:
     remarks: tuple[str, ...] = ()  # what is no fault
     constant_loss: float = math.nan  # of the best constant answer, where targets are classes; NaN if not known
     audited: tuple[Cause, ...] = ()  # faults of the training step itself
+    began: Mapping[str, str] = field(default_factory=dict)  # what was not finite when the run began, in words, by name
+    update: Cause | None = None  # of the last step: its update made something non-finite
+    clip: float = math.nan  # the global norm to which the user clips
+    used: Mapping[int, float] = field(default_factory=dict)  # global norms that the optimizer used, by step
+    updates: tuple[Cause, ...] = ()  # faults of the gradients that were used: of a clip, of a loss scale
 
 
 def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
@@ -93,7 +98,7 @@ class Judge:
         ``is_higher``: it ends higher than its baseline, and has a fault even where it learns.
         """
         self.run, self.findings, self.sites, self.evidence = run, findings, sites, evidence
-        self.outcome = outcome_of(run, evidence.is_trained)
+        self.outcome = "non-finite" if evidence.update is not None else outcome_of(run, evidence.is_trained)
         loss = loss_of(run)
         # A fall to the loss of a constant answer is made by the last bias alone.
         constant = evidence.constant_loss
@@ -133,7 +138,7 @@ class Judge:
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, the gravest first."""
-        found, is_grave = self.bad_batch(), any(traits_of(one.kind).gravity != "mild" for one in self.findings)
+        found, is_grave = [*self.update(), *self.bad_batch()], any(traits_of(one.kind).gravity != "mild" for one in self.findings)
         if self.outcome == "non-finite":
             found += self.exploding()
             found = found or self.one_layer() or self.learning_rate() or self.op()
@@ -176,6 +181,12 @@ class Judge:
         advice = f"{KINDS[kind].advice} The suggested clip, with gr.guard(optimizer, model), bounds such an update."
         return [self._cause(kind, "", factor, step, text, advice, f'gr.on("step:*", ClipByGlobalNorm({bound:.2g}))')]
 
+    def update(self) -> list[Cause]:
+        """An update with finite gradients and a non-finite result, and faults of the gradients that were used."""
+        own = self.evidence.update
+        made = [own] if own is not None else [one for one in self.findings if one.kind == "update"][:1]
+        return [*made, *self.evidence.updates]
+
     def exploding(self) -> list[Cause]:
         """Errors with steady growth from the first step on."""
         early = {chain.module for chain in self.first if chain.explodes}
@@ -189,9 +200,14 @@ class Judge:
             left = f"and leaves {late.median_factor:.2g} of all gradients"
             finding = replace(finding, text=f"{finding.text} {late.action} at {late.site} acts after that, {left}.")
         if self.bound == math.inf:
-            finding = replace(finding, rules=(*finding.rules, _ALL_GRADIENTS))
+            finding = replace(finding, rules=(*finding.rules, self._clip_of_all()))
         site = chain.sites[-1].partition("#")[0] if chain.module else chain.sites[-1]
         return self._found("exploding", [replace(finding, site=site)], factor_of(chain))
+
+    def _clip_of_all(self) -> str:
+        """Return the rule that clips what an update uses: of several backwards at the step sites."""
+        kind = "step" if self.run.has_micro_batches else "gradient"
+        return f'gr.on("{kind}:*", ClipByGlobalNorm(1.0))'
 
     def one_layer(self) -> list[Cause]:
         """One layer with far larger growth than the others."""
@@ -376,5 +392,4 @@ _BY_CAUSE = (
     ("the parameter ", "Look at the update before that step, and at what the parameter began with."),
     ("the input ", KINDS["faulty input"].advice),
 )
-_ALL_GRADIENTS = 'gr.on("gradient:*", ClipByGlobalNorm(1.0))'
 _SMALLER = "start its weights smaller, lower its learning rate, or normalize its input (LayerNorm)."
