@@ -182,8 +182,8 @@ def diagnose(
     Raises:
         TypeError: ``model`` is no module, rewritten already, or cannot be copied; or the loss is no tensor with one
             element.
-        ValueError: ``steps`` is not a whole number >= 1, ``clip`` is no number > 0, there is no batch, ``loss`` and ``compute_loss`` are both
-            given, or the optimizer has none of the model's parameters.
+        ValueError: ``steps`` is not a whole number >= 1, ``clip`` is no number > 0, there is no batch, ``loss`` and
+            ``compute_loss`` are both given, or the optimizer has none of the model's parameters.
         TraceError: The loss depends on no parameter.
 
     Example:

@@ -159,7 +159,10 @@ def _report_of_ranks(
     by_rank = {rank: examine(steps, compared, evidence) for rank, steps in runs.items()}
     sick = [rank for rank, health in by_rank.items() if not health.verdict.is_sound]
     rank = first.rank if first is not None else next(iter(sick), min(runs))
-    found = "\n".join(finding.text for finding in examine_ranks(runs, evidence).faults) or "Nothing wrong was found on any rank."
+    found = (
+        "\n".join(finding.text for finding in examine_ranks(runs, evidence).faults)
+        or "Nothing wrong was found on any rank."
+    )
     note = f"Ranks {', '.join(map(str, runs))}:\n{found}"
     name = f"{title or name_of(paths[0], 'training run')}: rank {rank} of {len(runs)} ranks"
     cause = "" if first is None else str(first)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite._compat.optimizers import computes_in_dtype_of_parameters, inside_of, may_read_gradients
+from gradrewrite._utils.formatting import listed
 from gradrewrite.auditing.constants import least_eps, vanishes
 from gradrewrite.diagnostics.causes import KINDS, Cause, words
 
@@ -59,7 +60,7 @@ class _Bad:
         """Which rows are NaN, and which infinite."""
         value = self.watched.value
         parts = [("NaN", value.isnan()), ("infinite", value.isinf())]
-        return " and ".join(f"{what}{self.rows(of)}" for what, of in parts if (self.mask & of).any())
+        return ", and ".join(f"{what}{self.rows(of)}" for what, of in parts if (self.mask & of).any())
 
 
 def began_with(model: nn.Module) -> dict[str, str]:
@@ -149,8 +150,7 @@ def _cause(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad], step: int) -> 
     first, name = bad[0], type(optimizer).__name__
     why, advice = _reason(optimizer, bad)
     others = [one.watched.text for one in bad[1:] if one.watched.part != "state"]
-    more = f", {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-    also = f", also {', '.join(others[:_SHOWN])}{more}" if others else ""
+    also = f", also {listed(others, _SHOWN)}" if others else ""
     made = f"step() made {first.watched.text}"
     if first.watched.part == "buffer":
         made = f"the forward or step() left something behind: {first.watched.text} is"
@@ -194,14 +194,18 @@ def _lost_eps(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, str] | 
     if not isinstance(eps, float) or parameter is None:
         return None
     is_lost = vanishes(eps, parameter.dtype) and computes_in_dtype_of_parameters(optimizer, group)
-    moments = ((key, optimizer.state.get(parameter, {}).get(key)) for key in _SECOND_MOMENTS)
-    zero = [key for key, v in moments if isinstance(v, Tensor) and v.shape == one.mask.shape and ((v == 0) & one.mask).any()]
+    moments = {key: optimizer.state.get(parameter, {}).get(key) for key in _SECOND_MOMENTS}
+    own = {key: v for key, v in moments.items() if isinstance(v, Tensor) and v.shape == one.mask.shape}
+    zero = [key for key, v in own.items() if ((v == 0) & one.mask).any()]
     if not zero or not (is_lost or eps == 0):
         return None
     dtype = str(parameter.dtype).removeprefix("torch.")
     what = f"eps {eps:g} is 0 in {dtype}" if is_lost else "eps is 0"
     least = max(_USUAL_EPS, least_eps(parameter.dtype))
-    return f"{what}, and {zero[0]} is 0 there", f"Use {_name(optimizer)}(..., eps={least:g}), or {_WIDER}."
+    return (
+        f"{what}, and so is {zero[0]} there: step() divides by 0",
+        f"Use {_name(optimizer)}(..., eps={least:g}), or {_WIDER}.",
+    )
 
 
 def _overflown_state(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, str] | None:

@@ -317,7 +317,8 @@ def compare_logs(
         what = (
             "record" if tolerance is None else "record that a tolerance applies to (fingerprints have none: add norm)"
         )
-        raise ValueError(f"{names[0]} and {names[1]} have no step with a common {what}; give logs of the same policy")
+        way_out = "; ".join(("give logs of the same policy", *notes))
+        raise ValueError(f"{names[0]} and {names[1]} have no step with a common {what}; {way_out}")
     remarks = [*_scale(last, names), *_steps_of_one(runs, names), *_sites_of_one(seen, names)]
     first = replace(first, steps=tuple(later)) if first is not None else None
     return LogComparison(first, tuple(remarks), len(common), len(compared), tolerance, tuple(notes))

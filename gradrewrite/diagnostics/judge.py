@@ -119,7 +119,7 @@ class Judge:
     def text(self) -> str:
         """The outcome and the span of the loss, from means of its ends."""
         loss = loss_of(self.run)
-        span = "" if loss is None else f": loss {words(loss.first)} -> {words(loss.last)} in {loss.steps} steps"
+        span = "" if loss is None else f": loss {words(loss.first)} -> {words(loss.last)} in {_steps(loss.steps)}"
         if self.is_constant:
             known = words(self.evidence.constant_loss)
             return f"It learns no more than the best constant answer, whose loss is {known}{span}."
@@ -138,7 +138,8 @@ class Judge:
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, the gravest first."""
-        found, is_grave = [*self.update(), *self.bad_batch()], any(traits_of(one.kind).gravity != "mild" for one in self.findings)
+        found = [*self.update(), *self.bad_batch()]
+        is_grave = any(traits_of(one.kind).gravity != "mild" for one in self.findings)
         if self.outcome == "non-finite":
             found += self.exploding()
             found = found or self.one_layer() or self.learning_rate() or self.op()
@@ -353,6 +354,10 @@ class Judge:
         ]
         others = [one.text for one in self.findings if not one.kind.startswith("clip")]
         return [*found, *(cause.text for cause in self.hidden_layer()), *others]
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'s' * (number != 1)}"
 
 
 def _advice_without_line(failure: NonFiniteError) -> str:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from gradrewrite.diagnostics.causes import Cause, words
+from gradrewrite._utils.formatting import listed
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.nonfinite_steps import count_of, harmful_steps, is_bad
 from gradrewrite.diagnostics.run_log import COUNTS, MAGNITUDES, Run, Step, kind_of, loss_series
 from gradrewrite.ir.record_key import RecordKey
@@ -16,7 +17,7 @@ _EXTREMES = ("max", "min", "mean")
 _SHOWN = 3
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq")
 _ADVICE = (
-    "Look at the optimizer's eps in the dtype of the parameters (1e-8 is 0 in float16, which takes eps=1e-4, or float32 "
+    "Look at the optimizer's eps in the dtype of the parameters (1e-8 is 0 in float16: take eps=1e-4, or float32 "
     "weights), and at its learning rate; gr.diagnose(model, batches, optimizer=...) names the rows and the reason."
 )
 _ADVICE_OF_STATE = (
@@ -96,8 +97,7 @@ def _cause(run: Run, rows: Sequence[Step], bad: Sequence[str]) -> Cause:
     step, name = last.step, site.partition(":")[2]
     place = run.place_of_update(step)
     others = [one.partition(":")[2] for one in bad[1:] if kind_of(one) == kind_of(site)]
-    more = f", {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-    also = f", also {', '.join(others[:_SHOWN])}{more}" if others else ""
+    also = f", also {listed(others, _SHOWN)}" if others else ""
     text = f"{place}: every gradient was finite; step() made {name} {_extent(rows, site)}{also}."
     advice = _ADVICE
     if kind_of(site) == "state":
@@ -114,4 +114,4 @@ def _extent(rows: Sequence[Step], site: str) -> str:
     count = count_of(last.records, site)
     known = [last.records[f"{name}@{site}"] for name in (*MAGNITUDES, *_EXTREMES) if f"{name}@{site}" in last.records]
     what = "NaN" if _has_nan(rows, site) else "infinite" if any(map(math.isinf, known)) else "not finite"
-    return f"{what} ({words(int(count))} elements are not finite)" if count is not None else what
+    return f"{what} ({count:.0f} elements are not finite)" if count is not None else what

@@ -77,7 +77,7 @@ def clip_causes(run: Run, clip: float, used: Mapping[int, float]) -> list[Cause]
         most = max(above.values())
         text = (
             f"clip={clip:g}, but the optimizer used gradients of norm up to {words(most)}: the clip ran before "
-            f"backward(), after step(), or on other parameters. In {len(above)} of {len(used)} updates the norm is above."
+            f"backward(), after step(), or on other parameters. It is exceeded in {len(above)} of {len(used)} updates."
         )
         advice = (
             "Clip between the last backward() of an update and its step(), the parameters of the optimizer; or let the "
@@ -134,7 +134,7 @@ def scale_text(exponent: int) -> str:
 def _scale_cause(run: Run, exponent: int, *, is_used: bool) -> Cause:
     who = "the gradients that the optimizer used" if is_used else "gradients and errors"
     text = f"Against the baseline, {who} are {scale_text(exponent)}."
-    advice = "Take the scale back before the update: scaler.unscale_(optimizer), or scaler.step(optimizer), once an update."
+    advice = "Take the scale back once an update: scaler.step(optimizer) does, and scaler.unscale_(optimizer) before."
     if not is_used:
         advice += " If that is done, give the scaler: gr.transform(..., loss_scale=scaler)."
     return Cause("loss scale", "", "", 2.0**exponent, run.steps[0].step, text, advice, figures={"exponent": exponent})

@@ -35,8 +35,9 @@ def whole_updates(a: Run, b: Run) -> WholeUpdates | None:
     if counts[0] == counts[1]:
         return None
     note = (
-        f"The runs have {counts[0]} and {counts[1]} backwards an update: updates are compared, and records of backwards "
-        '(gradient:, error:) are left out; gr.on("step:*", Observe("norm")), with gr.guard, records what updates use.'
+        f"The runs have {counts[0]} and {counts[1]} backwards an update: updates are compared, and records of "
+        'backwards (gradient:, error:) are left out; gr.on("step:*", Observe("norm")), with gr.guard, records what '
+        "updates use."
     )
     updates = _updates(a), _updates(b)
     losses = _alike(_losses(a), _losses(b))
@@ -69,7 +70,9 @@ def _losses(run: Run) -> dict[int, list[float]]:
 def _alike(a: Mapping[int, Sequence[float]], b: Mapping[int, Sequence[float]]) -> list[dict[int, float]]:
     """Return the losses of updates, as means or sums, so that those of the first common update are nearest."""
     sums = [{update: math.fsum(values) for update, values in own.items()} for own in (a, b)]
-    means = [{update: total / len(own[update]) for update, total in of.items()} for own, of in zip((a, b), sums)]
+    means = [
+        {update: total / len(own[update]) for update, total in of.items()} for own, of in zip((a, b), sums, strict=True)
+    ]
     first = next((update for update in a if update in b), None)
     if first is None:
         return means

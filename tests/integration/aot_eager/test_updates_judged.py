@@ -106,9 +106,7 @@ def test_the_repaired_training_has_no_cause(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_records_of_a_training_say_the_same(
-    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_of_a_training_say_the_same(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = watched(seed, adam)
     first = model.monitor.diagnose()[0]
 
@@ -359,6 +357,26 @@ def test_a_clip_of_scaled_gradients_is_told(seed: int, tmp_path: Path, capsys: p
     assert "65,536" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+def test_the_clip_of_a_scaler(unscales: bool) -> None:
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=9)
+    model = gr.transform(Noisy(), USED, loss_scale=scaler)
+    optimizer = gr.guard(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+    for _ in range(24):
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 6))
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 2.5)
+        scaler.step(optimizer)
+        scaler.update()
+    found = [cause for cause in model.monitor.diagnose(clip=2.5) if cause.kind in ("update", "loss scale")]
+    assert [cause.kind for cause in found] == ([] if unscales else ["loss scale"])
+    assert unscales or "scaled by 8,192" in found[0].text or "scaled by 16,384" in found[0].text
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_clip_that_holds_is_no_fault(seed: int) -> None:
     found = clipped(seed, "right", rate=3e-2, steps=60).monitor.diagnose(clip=1.0)
@@ -407,9 +425,7 @@ def test_diagnose_compares_the_gradients_that_the_optimizer_used() -> None:
         gr.diagnose(Noisy(), batches, clip=0.0)
 
 
-def accumulated(
-    count: int, *, divided: bool = True, logs_part: bool = False, steps: int = 6
-) -> gr.RewrittenModule:
+def accumulated(count: int, *, divided: bool = True, logs_part: bool = False, steps: int = 6) -> gr.RewrittenModule:
     """Train on the same examples in ``count`` micro-batches."""
     torch.manual_seed(0)
     model = gr.transform(Noisy(), [gr.on("gradient:*", Observe("norm")), USED, gr.on("param:*", Observe("norm"))])
