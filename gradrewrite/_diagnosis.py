@@ -437,7 +437,9 @@ class _Run:
         self._trainer, self._model, self._loss, self._fullgraph = trainer, model, trainer.loss, fullgraph
         self._policy, self._monitor = policy, Monitor(trainer.steps)
         self._is_observed, self._optimizer = policy is observe, optimizer
-        self._watch = UpdateWatch(model, optimizer) if self._is_observed and optimizer is not None else None
+        self._watch: UpdateWatch | None = None
+        if self._is_observed and optimizer is not None:
+            self._watch = UpdateWatch(model, optimizer, measures=not math.isnan(trainer.clip))
         self._began = began_with(model) if self._is_observed else {}
         self._update: Cause | None = None  # in the last one
         self._sizes: dict[int, float] = {}

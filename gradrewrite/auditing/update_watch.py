@@ -16,7 +16,6 @@ from gradrewrite.auditing.constants import least_eps, vanishes
 from gradrewrite.diagnostics.causes import KINDS, Cause, words
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf", "max_exp_avg_sq")
-_FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 _USUAL_EPS = 1e-8
 _SHOWN = 3  # rows, and tensors, in one text
 _WIDER = "keep the parameters in float32 and compute under torch.autocast"
@@ -74,9 +73,12 @@ class UpdateWatch:
     Call ``before`` and ``after`` around each ``optimizer.step()``.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take the model as it is when the run begins: what is not finite then is no update's."""
-        self._model, self._optimizer = model, inside_of(optimizer)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, measures: bool = False) -> None:
+        """Take the model as it is when the run begins: what is not finite then is no update's.
+
+        ``measures``: the norms that updates use.
+        """
+        self._model, self._optimizer, self._measures = model, inside_of(optimizer), measures
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._masks = {one.site: ~_flags(one.value) for one in self._watched() if not _is_finite(one.value)}
         self._is_finite = True  # gradients before the step
@@ -87,12 +89,13 @@ class UpdateWatch:
         """Look at the gradients that the step is given."""
         gradients = self._gradients()
         self._is_finite = all(map(_is_finite, gradients))
-        self._given = _norm(gradients)
+        self._given = _norm(gradients) if self._measures else math.nan
 
     def after(self, step: int) -> Cause | None:
         """Return the cause in an update with finite gradients and a non-finite result."""
-        gradients = self._gradients()
-        self.norms[step] = _norm(gradients) if gradients else self._given
+        if self._measures:
+            gradients = self._gradients()
+            self.norms[step] = _norm(gradients) if gradients else self._given
         if not self._is_finite:
             return None
         bad = [found for one in self._watched() if (found := self._bad(one)) is not None]
@@ -218,7 +221,7 @@ def _overflown_state(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, 
     if key in _SECOND_MOMENTS and largest**2 > limit:
         square = f"the square of a gradient of {words(largest)} is {_beyond(one.watched.value.dtype)}"
         return f"{square}, and these elements stop to move", advice
-    if key in _FIRST_MOMENTS and largest > limit / 20:
+    if key == "momentum_buffer" and not one.watched.value.isnan().any():
         return f"a sum of gradients of up to {words(largest)} is {_beyond(one.watched.value.dtype)}", advice
     return None
 

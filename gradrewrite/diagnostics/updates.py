@@ -15,7 +15,8 @@ from gradrewrite.ir.record_key import RecordKey
 _OF_GRADIENTS = ("gradient", "group", "step")
 _EXTREMES = ("max", "min", "mean")
 _SHOWN = 3
-_SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq")
+_SECOND_MOMENTS = frozenset(("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"))
+_MOMENTS = _SECOND_MOMENTS | {"exp_avg", "momentum_buffer", "exp_inf", "acc_delta", "grad_avg", "row_var", "col_var"}
 _ADVICE = (
     "Look at the optimizer's eps in the dtype of the parameters (1e-8 is 0 in float16: take eps=1e-4, or float32 "
     "weights), and at its learning rate; gr.diagnose(model, batches, optimizer=...) names the rows and the reason."
@@ -79,12 +80,12 @@ def _is_skipped(rows: Sequence[Step]) -> bool:
 
 
 def _is_meant(run: Run, rows: Sequence[Step], bad: Sequence[str]) -> bool:
-    """Whether infinite parameters of a run that stays finite may be masks."""
-    if any(site.startswith("state:") or _has_nan(rows, site) for site in bad):
+    """Whether infinities of a run that stays finite may be masks, or bounds that a user's optimizer keeps."""
+    if any(site.rpartition(".")[2] in _MOMENTS or _has_nan(rows, site) for site in bad):
         return False
     loss, harmful = loss_series(run), harmful_steps(run)
     ends_finite = loss is None or math.isfinite(loss.values[-1])
-    return ends_finite and all(kind_of(site) == "param" for one in harmful for site in one.sites)
+    return ends_finite and all(kind_of(site) in ("param", "state") for one in harmful for site in one.sites)
 
 
 def _has_nan(rows: Sequence[Step], site: str) -> bool:

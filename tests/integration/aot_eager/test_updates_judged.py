@@ -193,7 +193,7 @@ def test_without_a_known_reason_the_rows_are_told() -> None:
     first = found.causes[0]
     assert (first.kind, first.site, first.step) == ("update", "param:words.weight", 2)
     assert first.text == (
-        "step 2: every gradient was finite; step() made words.weight NaN in row 9 and infinite in row 7."
+        "step 2: every gradient was finite; step() made words.weight NaN in row 9, and infinite in row 7."
     )
 
 

@@ -66,6 +66,12 @@ REASONS: dict[str, tuple[Make, Tensor, str, str]] = {
         "square of a gradient of 300 is beyond",
         "bfloat",
     ),
+    "momentum": (
+        lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.99),
+        40000 * ONES,
+        "momentum_buffer of w infinite in all 5 rows",
+        "bfloat16",
+    ),
     "step": (
         lambda p: torch.optim.SGD(p, lr=1e4),
         10 * ONES,
@@ -78,10 +84,11 @@ REASONS: dict[str, tuple[Make, Tensor, str, str]] = {
 @pytest.mark.parametrize("name", REASONS)
 def test_reasons(name: str) -> None:
     make, gradient, text, advice = REASONS[name]
-    cause = updated(make, gradient)
+    number = 2 if name == "momentum" else 1
+    cause = updated(make, *[gradient] * number)
     assert cause is not None
-    assert (cause.kind, cause.step, cause.rules) == ("update", 0, ())
-    assert cause.text.startswith("step 0: every gradient was finite; step() made ")
+    assert (cause.kind, cause.step, cause.rules) == ("update", number - 1, ())
+    assert cause.text.startswith(f"step {number - 1}: every gradient was finite; step() made ")
     assert text in cause.text
     assert advice in cause.advice
 
@@ -154,7 +161,7 @@ def test_rows_in_words(rows: Iterable[int], text: str) -> None:
 def test_norms_and_who_may_clip() -> None:
     net = Net(torch.float32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    watch = UpdateWatch(net, optimizer)
+    watch = UpdateWatch(net, optimizer, measures=True)
     assert not watch.may_clip
     optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0) and None)
     assert watch.may_clip

@@ -75,6 +75,9 @@ def test_without_records_of_gradients_nothing_is_known() -> None:
 
 
 def test_infinite_parameters_of_a_run_that_stays_finite_may_be_meant() -> None:
+    lowest = {"max@state:w.lowest_loss": INF}  # of an optimizer of the user's
+    assert update_in(last_run(steps(*[lowest] * 9))) is None
+    assert update_in(last_run(steps(*[{"max@state:w.exp_avg_sq": INF}] * 9))) is not None
     change = {"norm@param:w": INF, "nonfinite@param:w": 2.0}
     assert update_in(last_run(steps(*[change] * 9))) is None
     assert update_in(last_run(steps(*[change] * 9, {**change, "loss@run": NAN}))) is not None
