@@ -513,7 +513,7 @@ class _Run:
         return not _is_bad(self.rewritten.monitor, self.losses[-1])
 
     def update(self) -> bool:
-        """Make an update, if any; return whether what it made is finite."""
+        """Make an update, if any; return whether its results are finite."""
         if self._optimizer is None:
             return True
         if self._watch is None:

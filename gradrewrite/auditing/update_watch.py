@@ -1,4 +1,4 @@
-"""What an optimizer's step makes non-finite, and why."""
+"""Non-finite results of an optimizer's step, with reasons."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Bad:
-    """A tensor, and which of its elements an update made non-finite."""
+    """A tensor with elements made non-finite by an update."""
 
     watched: _Watched
     mask: Tensor
@@ -56,14 +56,14 @@ class _Bad:
 
     @property
     def extent(self) -> str:
-        """Which rows are NaN, and which infinite."""
+        """The rows with NaN, and those with infinities."""
         value = self.watched.value
         parts = [("NaN", value.isnan()), ("infinite", value.isinf())]
         return ", and ".join(f"{what}{self.rows(of)}" for what, of in parts if (self.mask & of).any())
 
 
 def began_with(model: nn.Module) -> dict[str, str]:
-    """Return what is not finite in a model before it trains, in words, by name."""
+    """Return the non-finite tensors of a model before training, in words, by name."""
     return {one.name: _began(one) for one in _held_by(model) if _is_real(one.value) and not _is_finite(one.value)}
 
 
@@ -74,7 +74,7 @@ class UpdateWatch:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, measures: bool = False) -> None:
-        """Take the model as it is when the run begins: what is not finite then is no update's.
+        """Take the model at the begin of a run: non-finite elements there are known.
 
         ``measures``: the norms that updates use.
         """
@@ -103,7 +103,7 @@ class UpdateWatch:
 
     @property
     def may_clip(self) -> bool:
-        """Whether the optimizer has hooks, or a ``step`` of its own, which may change gradients."""
+        """Whether hooks, or a ``step`` of its own, may change gradients."""
         return may_read_gradients(self._optimizer, self._optimizer.step)
 
     def _parameters(self) -> list[Tensor]:
@@ -165,7 +165,7 @@ def _cause(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad], step: int) -> 
 
 
 def _reason(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad]) -> tuple[str, str]:
-    """Return why, and what to change; two empty texts if that is not known."""
+    """Return the reason and the advice; two empty texts if unknown."""
     looks = (_faulty_setting, _lost_eps, _overflown_state, _overflown_parameter)
     written = [one for one in bad if one.watched.part != "buffer"]
     found = (look(optimizer, one) for look in looks for one in written)
@@ -222,7 +222,7 @@ def _overflown_state(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, 
         square = f"the square of a gradient of {words(largest)} is {_beyond(one.watched.value.dtype)}"
         return f"{square}, and these elements stop to move", advice
     if key == "momentum_buffer" and not one.watched.value.isnan().any():
-        return f"a sum of gradients of up to {words(largest)} is {_beyond(one.watched.value.dtype)}", advice
+        return f"{key}, a sum of gradients of up to {words(largest)}, is {_beyond(one.watched.value.dtype)}", advice
     return None
 
 

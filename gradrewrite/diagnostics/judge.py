@@ -206,7 +206,7 @@ class Judge:
         return self._found("exploding", [replace(finding, site=site)], factor_of(chain))
 
     def _clip_of_all(self) -> str:
-        """Return the rule that clips what an update uses: of several backwards at the step sites."""
+        """Return a clip of all gradients: at step sites for several backwards an update."""
         kind = "step" if self.run.has_micro_batches else "gradient"
         return f'gr.on("{kind}:*", ClipByGlobalNorm(1.0))'
 

@@ -50,7 +50,7 @@ def used_norms(run: Run) -> dict[int, float]:
 
 
 def with_used(evidence: Evidence, run: Run, baseline: Run | None) -> Evidence:
-    """Return evidence with what the used gradients tell of a clip and of a loss scale."""
+    """Return evidence with the faults of a clip and of a loss scale."""
     clip, used = evidence.clip, evidence.used or used_norms(run)
     causes = [] if math.isnan(clip) else clip_causes(run, clip, used)
     remarks = [] if used or math.isnan(clip) else [missing_norms(clip)]
@@ -66,7 +66,7 @@ def with_used(evidence: Evidence, run: Run, baseline: Run | None) -> Evidence:
 
 
 def missing_norms(clip: float) -> str:
-    """Return what to record for the comparison with a clip."""
+    """Return the rule for a comparison with a clip, in words."""
     return f"clip={clip:g} was not compared: add {_RULE}, with gr.guard(optimizer, model), which sees what updates use."
 
 
@@ -104,7 +104,7 @@ def clip_causes(run: Run, clip: float, used: Mapping[int, float]) -> list[Cause]
 
 
 def scale_exponent(run: Run, other: Run, kinds: Collection[str] = BACKWARD) -> int | None:
-    """Return by which power of two the norms of a run exceed those of another; None if by none.
+    """Return the power of two between the norms of two runs; None without one.
 
     The first common steps tell: those behind may be of other weights.
     """
@@ -124,7 +124,7 @@ def scale_exponent(run: Run, other: Run, kinds: Collection[str] = BACKWARD) -> i
 
 
 def scale_text(exponent: int) -> str:
-    """Return a power of two as the ratio that it makes, and what it may be."""
+    """Return a power of two as a ratio in words, with its origin."""
     scale = 2 ** abs(exponent)
     ratio = f"{scale:,}-fold" if exponent > 0 else f"1/{scale:,} of the other's"
     of_sum = ", or a sum over so many examples in the place of their mean" if scale <= _MOST_EXAMPLES else ""
