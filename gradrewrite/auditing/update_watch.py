@@ -15,6 +15,7 @@ from gradrewrite._utils.formatting import listed
 from gradrewrite.auditing.constants import least_eps, vanishes
 from gradrewrite.diagnostics.causes import KINDS, Cause, words
 
+_RATES = ("lr", "weight_decay", "momentum", "betas")  # an infinite one is never meant
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf", "max_exp_avg_sq")
 _USUAL_EPS = 1e-8
 _SHOWN = 3  # rows, and tensors, in one text
@@ -32,6 +33,7 @@ class _Watched:
     value: Tensor
     parameter: Tensor | None = None
     key: Any = None  # of the state
+    may_be_infinite: bool = False
 
     @property
     def site(self) -> str:
@@ -57,7 +59,7 @@ class _Bad:
     @property
     def extent(self) -> str:
         """The rows with NaN, and those with infinities."""
-        value = self.watched.value
+        value = _readable(self.watched.value)
         parts = [("NaN", value.isnan()), ("infinite", value.isinf())]
         return ", and ".join(f"{what}{self.rows(of)}" for what, of in parts if (self.mask & of).any())
 
@@ -124,13 +126,15 @@ class UpdateWatch:
                 yield _Watched("param", name, parameter.detach(), parameter)
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and (is_own or value.shape == parameter.shape):
-                    yield _Watched("state", name, value, parameter, key)
+                    is_moment = is_own or key in (*_SECOND_MOMENTS, "exp_avg", "momentum_buffer")
+                    yield _Watched("state", name, value, parameter, key, not is_moment)
         yield from (one for one in _held_by(self._model) if one.part == "buffer")
 
     def _bad(self, one: _Watched) -> _Bad | None:
         if not _is_real(one.value) or _is_finite(one.value):
             return None
-        mask = one.value.isnan() if one.part == "buffer" else ~_flags(one.value)  # a mask may be made of infinities
+        value = _readable(one.value)
+        mask = value.isnan() if one.may_be_infinite else ~value.isfinite()
         known = self._masks.get(one.site)
         if known is not None:
             mask = mask & ~known if known.shape == mask.shape else mask & False
@@ -139,12 +143,16 @@ class UpdateWatch:
 
 def _held_by(model: nn.Module) -> list[_Watched]:
     parameters = [_Watched("param", name, p.detach(), p) for name, p in model.named_parameters()]
-    return [*parameters, *(_Watched("buffer", name, value) for name, value in model.named_buffers())]
+    return [
+        *parameters,
+        *(_Watched("buffer", name, value, may_be_infinite=True) for name, value in model.named_buffers()),
+    ]
 
 
 def _began(one: _Watched) -> str:
     kind = "parameter" if one.part == "param" else "buffer"
-    parts = [("NaN", one.value.isnan()), ("infinite", one.value.isinf())]
+    value = _readable(one.value)
+    parts = [("NaN", value.isnan()), ("infinite", value.isinf())]
     text = " and ".join(f"{what}{rows_text(of)}" for what, of in parts if of.any())
     return f"the {kind} {one.name} was {text} when the run began"
 
@@ -184,7 +192,9 @@ def _faulty_setting(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, s
         numbers = value if isinstance(value, tuple) else (value,)
         for found in numbers:
             is_number = isinstance(found, float) or (isinstance(found, Tensor) and found.numel() == 1)
-            if key != "params" and is_number and not math.isfinite(float(found)):
+            if key == "params" or not is_number:
+                continue
+            if math.isnan(float(found)) or (key in _RATES and math.isinf(float(found))):
                 advice = KINDS["faulty learning rate"].advice if key == "lr" else f"Set {key} of {_name(optimizer)}."
                 return f"{key} of param group {number} is {words(float(found))}", advice
     return None
@@ -255,8 +265,12 @@ def _is_real(value: Tensor) -> bool:
 
 
 def _flags(value: Tensor) -> Tensor:
-    """Whether each element is finite; a dtype of one byte is widened."""
-    return (value.float() if value.dtype.itemsize == 1 else value).isfinite()
+    return _readable(value).isfinite()
+
+
+def _readable(value: Tensor) -> Tensor:
+    """Return a tensor; one of a dtype of one byte widened."""
+    return value.float() if value.dtype.itemsize == 1 else value
 
 
 def _is_finite(value: Tensor) -> bool:

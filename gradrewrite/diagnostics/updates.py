@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from gradrewrite._utils.formatting import listed
-from gradrewrite.diagnostics.causes import Cause
+from gradrewrite.diagnostics.causes import Cause, words
 from gradrewrite.diagnostics.nonfinite_steps import count_of, harmful_steps, is_bad
 from gradrewrite.diagnostics.run_log import COUNTS, MAGNITUDES, Run, Step, kind_of, loss_series
 from gradrewrite.ir.record_key import RecordKey
 
 _OF_GRADIENTS = ("gradient", "group", "step")
+_WRITTEN = ("param", "state")
 _EXTREMES = ("max", "min", "mean")
 _SHOWN = 3
 _SECOND_MOMENTS = frozenset(("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"))
@@ -32,24 +33,29 @@ def update_in(run: Run) -> Cause | None:
 
     None where something was not finite before it. Infinite parameters with a finite loss to the end may be meant.
     """
+    if not any(one.at.kind in _WRITTEN for one in run.series.values()):
+        return None
     names = {one.at.site.partition(":")[2] for one in run.select((*COUNTS, *MAGNITUDES), ("gradient", "step"))}
+    is_spoilt = False  # by a gradient of an earlier update, whose result was not recorded
     for _, steps in groupby(run.steps, key=lambda step: run.update(step.step)):
         rows = [*steps]
-        bad = _bad_sites(rows, names)
+        bad = _bad_sites(run, rows, names)
         if bad:
-            return _cause(run, rows, bad) if _is_finite(rows) and not _is_meant(run, rows, bad) else None
-        if any(_has_bad_gradient(step) for step in rows) and not _is_skipped(rows):
-            return None
+            is_known = _is_finite(run, rows) and not is_spoilt and not _is_meant(run, rows, bad)
+            return _cause(run, rows, bad) if is_known else None
+        is_recorded = any(run.series[address].at.kind in _WRITTEN for step in rows for address in step.records)
+        has_bad = any(_has_bad_gradient(run, step) for step in rows) and not _is_skipped(rows)
+        is_spoilt = not is_recorded and (is_spoilt or has_bad)
     return None
 
 
-def _bad_sites(rows: Sequence[Step], names: set[str]) -> list[str]:
+def _bad_sites(run: Run, rows: Sequence[Step], names: set[str]) -> list[str]:
     """Return the non-finite parameters, then state; of parameters with a gradient where these have records."""
     found: dict[str, None] = {}
     for step in rows:
         for address, value in step.records.items():
-            key = RecordKey.parse(address)
-            if key.kind in ("param", "state") and _is_bad(key, value, step.records):
+            key = run.series[address].at
+            if key.kind in _WRITTEN and _is_bad(key, value, step.records):
                 found[key.site] = None
     own = [site for site in found if site.startswith("state:") or not names or site.partition(":")[2] in names]
     return sorted(own, key=lambda site: site.startswith("state:"))
@@ -61,17 +67,17 @@ def _is_bad(key: RecordKey, value: float, records: Mapping[str, float]) -> bool:
     return is_bad(key.record, key.site, value, records)
 
 
-def _has_bad_gradient(step: Step) -> bool:
-    found = ((RecordKey.parse(address), value) for address, value in step.records.items())
+def _has_bad_gradient(run: Run, step: Step) -> bool:
+    found = ((run.series[address].at, value) for address, value in step.records.items())
     return any(key.kind in _OF_GRADIENTS and is_bad(key.record, key.site, value, step.records) for key, value in found)
 
 
-def _is_finite(rows: Sequence[Step]) -> bool:
+def _is_finite(run: Run, rows: Sequence[Step]) -> bool:
     """Whether gradients were recorded, and they and the loss are finite."""
     kinds = {kind_of(address.partition("@")[2]) for step in rows for address in step.records}
     is_recorded = not kinds.isdisjoint(_OF_GRADIENTS)
     losses = [value for step in rows for address, value in step.records.items() if address == "loss@run"]
-    return is_recorded and all(map(math.isfinite, losses)) and not any(map(_has_bad_gradient, rows))
+    return is_recorded and all(map(math.isfinite, losses)) and not any(_has_bad_gradient(run, step) for step in rows)
 
 
 def _is_skipped(rows: Sequence[Step]) -> bool:
@@ -101,6 +107,10 @@ def _cause(run: Run, rows: Sequence[Step], bad: Sequence[str]) -> Cause:
     also = f", also {listed(others, _SHOWN)}" if others else ""
     text = f"{place}: every gradient was finite; step() made {name} {_extent(rows, site)}{also}."
     advice = _ADVICE
+    moment = next((key for key in _SECOND_MOMENTS if f"max@state:{name}.{key}" in last.records), "")
+    if moment:
+        largest = words(last.records[f"max@state:{name}.{moment}"])
+        text = f"{text[:-1]}: {moment} is at most {largest} there, and where it is 0 step() divides by eps alone."
     if kind_of(site) == "state":
         advice = _ADVICE_OF_STATE
         if name.rpartition(".")[2] in _SECOND_MOMENTS and not _has_nan(rows, site):

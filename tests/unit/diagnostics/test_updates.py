@@ -33,13 +33,21 @@ def steps(*changes: dict[str, float], before: int = 3) -> list[Step]:
 @pytest.mark.parametrize(
     ("change", "site", "text"),
     [
-        ({"norm@param:w": NAN}, "param:w", "step 3: every gradient was finite; step() made w NaN."),
-        ({"norm@param:w": NAN, "nonfinite@param:w": 7.0}, "param:w", "w NaN (7 elements are not finite)."),
+        (
+            {"norm@param:w": NAN},
+            "param:w",
+            "step 3: every gradient was finite; step() made w NaN: exp_avg_sq is at most 0.001",
+        ),
+        ({"norm@param:w": NAN, "nonfinite@param:w": 7.0}, "param:w", "w NaN (7 elements are not finite): exp_avg_sq"),
         ({"nonfinite@param:v": 7.0}, "param:v", "v not finite (7 elements are not finite)."),
         ({"max@state:w.exp_avg_sq": INF, "norm@param:v": NAN}, "param:v", "step() made v NaN."),
         ({"max@state:w.exp_avg_sq": INF}, "state:w.exp_avg_sq", "the square of a gradient is beyond its dtype"),
         ({"max@state:w.exp_avg": NAN}, "state:w.exp_avg", "step() made w.exp_avg NaN."),
-        ({"norm@param:w": NAN, "norm@param:v": NAN}, "param:w", "step() made w NaN, also v."),
+        (
+            {"norm@param:w": NAN, "norm@param:v": NAN},
+            "param:w",
+            "w NaN, also v: exp_avg_sq is at most 0.001 there, and where it is 0 step() divides by eps alone.",
+        ),
     ],
 )
 def test_the_first_update_is_told(change: dict[str, float], site: str, text: str) -> None:
@@ -88,7 +96,13 @@ def test_a_skipped_update_is_no_end() -> None:
     found = update_in(last_run(steps(skipped, {}, {"norm@param:w": NAN})))
     assert found is not None
     assert found.step == 5
-    assert update_in(last_run(steps({"nonfinite@gradient:w": 1.0}, {"norm@param:w": NAN}))) is None
+    by_scaler = update_in(
+        last_run(steps({"nonfinite@gradient:w": 1.0}, {"norm@param:w": NAN}))
+    )  # w was finite after it
+    assert by_scaler is not None
+    assert by_scaler.step == 4
+    unseen = [Step(0, {"nonfinite@gradient:w": 1.0}), Step(1, {"nonfinite@gradient:w": 0.0, "norm@param:w": NAN})]
+    assert update_in(last_run(unseen)) is None
 
 
 def test_a_rate_that_is_not_finite_is_the_cause() -> None:
