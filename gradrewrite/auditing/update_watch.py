@@ -14,6 +14,7 @@ from gradrewrite._compat.optimizers import computes_in_dtype_of_parameters, insi
 from gradrewrite._utils.formatting import listed
 from gradrewrite.auditing.constants import least_eps, vanishes
 from gradrewrite.diagnostics.causes import KINDS, Cause, words
+from gradrewrite.diagnostics.judge import WIDE
 
 _RATES = ("lr", "weight_decay", "momentum", "betas")  # an infinite one is never meant
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf", "max_exp_avg_sq")
@@ -55,6 +56,12 @@ class _Bad:
 
     def rows(self, of: Tensor) -> str:
         return rows_text(self.mask & of)
+
+    @property
+    def is_of_large_gradients(self) -> bool:
+        """Whether it is state in a wide dtype, infinite by the square of a gradient."""
+        key, value = self.watched.key, self.watched.value
+        return key in _SECOND_MOMENTS and torch.finfo(value.dtype).max > WIDE and not value.isnan().any()
 
     @property
     def extent(self) -> str:
@@ -101,7 +108,10 @@ class UpdateWatch:
         if not self._is_finite:
             return None
         bad = [found for one in self._watched() if (found := self._bad(one)) is not None]
-        return _cause(self._optimizer, bad, step) if bad else None
+        if all(one.is_of_large_gradients for one in bad):  # the training goes on to what makes them so large
+            self._masks |= {one.watched.site: ~_flags(one.watched.value) for one in bad}
+            return None
+        return _cause(self._optimizer, bad, step)
 
     @property
     def may_clip(self) -> bool:
@@ -159,7 +169,8 @@ def _began(one: _Watched) -> str:
 
 def _cause(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad], step: int) -> Cause:
     first, name = bad[0], type(optimizer).__name__
-    why, advice = _reason(optimizer, bad)
+    reason = _reason(optimizer, bad)
+    why, advice = reason.text, reason.advice
     others = [one.watched.text for one in bad[1:] if one.watched.part != "state"]
     also = f", also {listed(others, _SHOWN)}" if others else ""
     made = f"step() made {first.watched.text}"
@@ -168,16 +179,26 @@ def _cause(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad], step: int) -> 
         advice = "Look at what writes this buffer (running statistics, an average); it is read in evaluation."
     text = f"step {step}: every gradient was finite; {made} {first.extent}{also}{f': {why}' if why else ''}."
     figures = {"elements": float(first.mask.sum()), "of": float(first.mask.numel())}
+    figures |= {} if reason.beyond is None else {"limit": torch.finfo(reason.beyond).max}
     advice = advice or f"Look at what the step of {name} divides by, at its settings and at its state there."
     return Cause("update", first.watched.site, step=step, text=text, advice=advice, figures=figures)
 
 
-def _reason(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad]) -> tuple[str, str]:
-    """Return the reason and the advice; two empty texts if unknown."""
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    """Why a result is not finite, and what to change."""
+
+    text: str = ""
+    advice: str = ""
+    beyond: torch.dtype | None = None  # whose range is exceeded
+
+
+def _reason(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad]) -> _Reason:
+    """Return the reason; an empty one if it is not known."""
     looks = (_faulty_setting, _lost_eps, _overflown_state, _overflown_parameter)
     written = [one for one in bad if one.watched.part != "buffer"]
     found = (look(optimizer, one) for look in looks for one in written)
-    return next((one for one in found if one is not None), ("", ""))
+    return next((one for one in found if one is not None), _Reason())
 
 
 def _group_of(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[int, Mapping[str, Any]]:
@@ -186,7 +207,7 @@ def _group_of(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[int, Mapping
     return found[0] if found else (0, {})
 
 
-def _faulty_setting(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, str] | None:
+def _faulty_setting(optimizer: torch.optim.Optimizer, one: _Bad) -> _Reason | None:
     number, group = _group_of(optimizer, one)
     for key, value in group.items():
         numbers = value if isinstance(value, tuple) else (value,)
@@ -196,11 +217,11 @@ def _faulty_setting(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, s
                 continue
             if math.isnan(float(found)) or (key in _RATES and math.isinf(float(found))):
                 advice = KINDS["faulty learning rate"].advice if key == "lr" else f"Set {key} of {_name(optimizer)}."
-                return f"{key} of param group {number} is {words(float(found))}", advice
+                return _Reason(f"{key} of param group {number} is {words(float(found))}", advice)
     return None
 
 
-def _lost_eps(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, str] | None:
+def _lost_eps(optimizer: torch.optim.Optimizer, one: _Bad) -> _Reason | None:
     """An eps that is 0, where a second moment is."""
     _, group = _group_of(optimizer, one)
     eps, parameter = group.get("eps"), one.watched.parameter
@@ -215,28 +236,24 @@ def _lost_eps(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, str] | 
     dtype = str(parameter.dtype).removeprefix("torch.")
     what = f"eps {eps:g} is 0 in {dtype}" if is_lost else "eps is 0"
     least = max(_USUAL_EPS, least_eps(parameter.dtype))
-    return (
-        f"{what}, and so is {zero[0]} there: step() divides by 0",
-        f"Use {_name(optimizer)}(..., eps={least:g}), or {_WIDER}.",
-    )
+    text = f"{what}, and so is {zero[0]} there: step() divides by 0"
+    return _Reason(text, f"Use {_name(optimizer)}(..., eps={least:g}), or {_WIDER}.")
 
 
-def _overflown_state(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, str] | None:
+def _overflown_state(optimizer: torch.optim.Optimizer, one: _Bad) -> _Reason | None:
     """A gradient, or its square, beyond the dtype of the state."""
     key, parameter = one.watched.key, one.watched.parameter
     if key is None or parameter is None or parameter.grad is None:
         return None
-    largest, limit = _largest(_dense(parameter.grad)), torch.finfo(one.watched.value.dtype).max
-    advice = f"Use bfloat16, or {_WIDER}."
-    if key in _SECOND_MOMENTS and largest**2 > limit:
-        square = f"the square of a gradient of {words(largest)} is {_beyond(one.watched.value.dtype)}"
-        return f"{square}, and these elements stop to move", advice
+    largest, dtype = _largest(_dense(parameter.grad)), one.watched.value.dtype
+    if key in _SECOND_MOMENTS and largest > math.sqrt(torch.finfo(dtype).max):
+        return _beyond(dtype, f"the square of a gradient of {words(largest)}", ", and these elements stop to move")
     if key == "momentum_buffer" and not one.watched.value.isnan().any():
-        return f"{key}, a sum of gradients of up to {words(largest)}, is {_beyond(one.watched.value.dtype)}", advice
+        return _beyond(dtype, f"{key}, a sum of gradients of up to {words(largest)},")
     return None
 
 
-def _overflown_parameter(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[str, str] | None:
+def _overflown_parameter(optimizer: torch.optim.Optimizer, one: _Bad) -> _Reason | None:
     """An update of gradients, or of a momentum, beyond the dtype of the parameter."""
     parameter, (_, group) = one.watched.parameter, _group_of(optimizer, one)
     if one.watched.part != "param" or parameter is None or parameter.grad is None or not group.get("lr"):
@@ -246,18 +263,24 @@ def _overflown_parameter(optimizer: torch.optim.Optimizer, one: _Bad) -> tuple[s
     rate = abs(float(group["lr"]))
     if rate * most + _largest(parameter) <= torch.finfo(parameter.dtype).max / 2:
         return None
-    text = f"an update of lr={words(rate)} times {words(most)} is {_beyond(parameter.dtype)}"
-    return text, f"Lower the learning rate, or {_WIDER}."
+    return _beyond(
+        parameter.dtype, f"an update of lr={words(rate)} times {words(most)}", change="Lower the learning rate"
+    )
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _beyond(dtype: torch.dtype) -> str:
+def _beyond(dtype: torch.dtype, what: str, so: str = "", *, change: str = "Use bfloat16") -> _Reason:
+    """Return the reason of an overflow."""
     largest = torch.finfo(dtype).max
-    ends = f"{largest:,.0f}" if largest < 1e9 else words(largest)
-    return f"beyond {str(dtype).removeprefix('torch.')}, which ends at {ends}"
+    ends = words(largest) if largest > WIDE else f"{largest:,.0f}"
+    text = f"{what} is beyond {str(dtype).removeprefix('torch.')}, which ends at {ends}{so}"
+    advice = f"{change}, or {_WIDER}."
+    if largest > WIDE:
+        advice = "Look at what makes the gradients so large, and lower the learning rate."
+    return _Reason(text, advice, dtype)
 
 
 def _is_real(value: Tensor) -> bool:

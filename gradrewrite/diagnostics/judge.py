@@ -29,6 +29,7 @@ RISES = 10.0  # from the first step to the last finite one
 UNDERFLOW = 0.9  # share of zeros in float16
 LOW_CLIP = 0.3  # median factor of a clip that always acts
 STRONG_CLIP = 0.2  # median factor of a clip that hides one layer, over that of the clips of other errors
+WIDE = 1e30  # a dtype beyond it: what overflows there has exploded
 _NEAR = 3  # steps around a spike
 
 
@@ -159,7 +160,7 @@ class Judge:
             found = found or self.vanishing()
         if self.learns or not is_grave:
             found = found or self.spike()
-        return tuple(found)
+        return tuple(found or self.exploded_update())
 
     def _cause(self, kind: Kind, site: str, factor: float, step: int, text: str, advice: str, *rules: str) -> Cause:
         known = self.evidence.sites.get(site)
@@ -186,7 +187,12 @@ class Judge:
         """An update with finite gradients and a non-finite result, and faults of the gradients that were used."""
         own = self.evidence.update
         made = [own] if own is not None else [one for one in self.findings if one.kind == "update"][:1]
-        return [*made, *self.evidence.updates]
+        return [*(one for one in made if not _has_exploded(one)), *self.evidence.updates]
+
+    def exploded_update(self) -> list[Cause]:
+        """An update beyond a wide dtype, which is no reason by itself."""
+        own = self.evidence.update
+        return [] if own is None or not _has_exploded(own) else [own]
 
     def exploding(self) -> list[Cause]:
         """Errors with steady growth from the first step on."""
@@ -354,6 +360,10 @@ class Judge:
         ]
         others = [one.text for one in self.findings if not one.kind.startswith("clip")]
         return [*found, *(cause.text for cause in self.hidden_layer()), *others]
+
+
+def _has_exploded(update: Cause) -> bool:
+    return update.figures.get("limit", 0.0) > WIDE
 
 
 def _steps(number: int) -> str:

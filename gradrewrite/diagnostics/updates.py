@@ -14,6 +14,7 @@ from gradrewrite.ir.record_key import RecordKey
 
 _OF_GRADIENTS = ("gradient", "group", "step")
 _WRITTEN = ("param", "state")
+_EXPLODED = 1e15  # a gradient
 _EXTREMES = ("max", "min", "mean")
 _SHOWN = 3
 _SECOND_MOMENTS = frozenset(("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"))
@@ -31,18 +32,21 @@ _ADVICE_OF_STATE = (
 def update_in(run: Run) -> Cause | None:
     """Return the first update that made parameters or state non-finite of finite gradients.
 
-    None where something was not finite before it. Infinite parameters with a finite loss to the end may be meant.
+    None where something was not finite before it. Infinite parameters with a finite loss to the end may be meant, and
+    an infinite state before gradients that are not finite is made by what explodes.
     """
     if not any(one.at.kind in _WRITTEN for one in run.series.values()):
         return None
     names = {one.at.site.partition(":")[2] for one in run.select((*COUNTS, *MAGNITUDES), ("gradient", "step"))}
+    meant: set[str] = set()
     is_spoilt = False  # by a gradient of an earlier update, whose result was not recorded
     for _, steps in groupby(run.steps, key=lambda step: run.update(step.step)):
         rows = [*steps]
-        bad = _bad_sites(run, rows, names)
-        if bad:
-            is_known = _is_finite(run, rows) and not is_spoilt and not _is_meant(run, rows, bad)
-            return _cause(run, rows, bad) if is_known else None
+        bad = [site for site in _bad_sites(run, rows, names) if site not in meant]
+        if bad and _is_meant(run, rows, bad):
+            meant.update(bad)
+        elif bad:
+            return _cause(run, rows, bad) if _is_finite(run, rows) and not is_spoilt else None
         is_recorded = any(run.series[address].at.kind in _WRITTEN for step in rows for address in step.records)
         has_bad = any(_has_bad_gradient(run, step) for step in rows) and not _is_skipped(rows)
         is_spoilt = not is_recorded and (is_spoilt or has_bad)
@@ -86,12 +90,15 @@ def _is_skipped(rows: Sequence[Step]) -> bool:
 
 
 def _is_meant(run: Run, rows: Sequence[Step], bad: Sequence[str]) -> bool:
-    """Whether infinities of a run that stays finite may be masks, or bounds that a user's optimizer keeps."""
-    if any(site.rpartition(".")[2] in _MOMENTS or _has_nan(rows, site) for site in bad):
+    """Whether infinities may be masks, bounds that a user's optimizer keeps, or of an explosion."""
+    if any(_has_nan(rows, site) for site in bad):
         return False
     loss, harmful = loss_series(run), harmful_steps(run)
     ends_finite = loss is None or math.isfinite(loss.values[-1])
-    return ends_finite and all(kind_of(site) in ("param", "state") for one in harmful for site in one.sites)
+    ends_finite &= all(kind_of(site) in _WRITTEN for one in harmful for site in one.sites)
+    if any(kind_of(site) == "param" for site in bad):
+        return ends_finite
+    return not ends_finite or all(site.rpartition(".")[2] not in _MOMENTS for site in bad)
 
 
 def _has_nan(rows: Sequence[Step], site: str) -> bool:
@@ -108,15 +115,19 @@ def _cause(run: Run, rows: Sequence[Step], bad: Sequence[str]) -> Cause:
     text = f"{place}: every gradient was finite; step() made {name} {_extent(rows, site)}{also}."
     advice = _ADVICE
     moment = next((key for key in _SECOND_MOMENTS if f"max@state:{name}.{key}" in last.records), "")
-    if moment:
-        largest = words(last.records[f"max@state:{name}.{moment}"])
-        text = f"{text[:-1]}: {moment} is at most {largest} there, and where it is 0 step() divides by eps alone."
+    largest = last.records.get(f"max@state:{name}.{moment}", math.nan)
+    if math.isfinite(largest):
+        text = (
+            f"{text[:-1]}: {moment} is at most {words(largest)} there, and where it is 0 step() divides by eps alone."
+        )
     if kind_of(site) == "state":
         advice = _ADVICE_OF_STATE
         if name.rpartition(".")[2] in _SECOND_MOMENTS and not _has_nan(rows, site):
             text = f"{text[:-1]}: the square of a gradient is beyond its dtype, and these elements stop to move."
     count = count_of(last.records, site)
     figures = {"step": float(step)} | ({} if count is None else {"count": count}) | {"bad_sites": float(len(bad))}
+    sizes = [one.by_step.get(step, 0.0) for one in run.select(MAGNITUDES, _OF_GRADIENTS)]
+    figures |= {"limit": math.inf} if max(sizes, default=0.0) > _EXPLODED else {}
     return Cause("update", site, step=step, text=text, advice=advice, figures=figures)
 
 

@@ -99,6 +99,17 @@ def test_wider_parameters_have_no_cause(name: str) -> None:
         assert updated(REASONS[name][0], WITHOUT_ROW_2, ONES, dtype=dtype) is None
 
 
+def test_gradients_that_have_exploded() -> None:
+    """The state of a wide dtype is no cause; a parameter is one, after what explains the gradients."""
+    assert updated(lambda p: torch.optim.Adam(p), 1e25 * ONES, ONES, dtype=torch.float32) is None
+    assert updated(lambda p: torch.optim.Adam(p), 1e25 * ONES, ONES, dtype=torch.bfloat16) is None
+    cause = updated(lambda p: torch.optim.SGD(p, lr=100.0), 3e38 * ONES, dtype=torch.float32)
+    assert cause is not None
+    assert "beyond float32, which ends at 3.403e+38" in cause.text
+    assert "what makes the gradients so large" in cause.advice
+    assert cause.figures["limit"] > 1e30
+
+
 def test_an_eps_of_0() -> None:
     cause = updated(lambda p: torch.optim.Adam(p, eps=0.0), WITHOUT_ROW_2, dtype=torch.float32)
     assert cause is not None

@@ -75,6 +75,14 @@ def test_an_update_that_made_something_non_finite_comes_first() -> None:
     assert "in 1 step." in verdict_on(run_of([2.0]), Evidence(update=cause)).text
 
 
+def test_an_explosion_comes_before_the_update_that_overflows() -> None:
+    errors = {f"norm@error:layers.{n}": 9.0 ** (9 - n) for n in range(10)}
+    cause = Cause("update", "param:w", step=1, text="step 1: step() made w infinite.", figures={"limit": 3.4e38})
+    steps = [Step(n, errors | {"loss@run": 2.0}) for n in range(2)]
+    assert verdict_on(steps, Evidence(update=cause)).kind == "exploding"
+    assert verdict_on(run_of([2.0, 1.9]), Evidence(update=cause)).causes == (cause,)
+
+
 def test_a_batch_is_blamed_only_with_evidence() -> None:
     falling = [2.0 - 0.03 * n for n in range(50)]
 

@@ -52,7 +52,7 @@ def steps(*changes: dict[str, float], before: int = 3) -> list[Step]:
 )
 def test_the_first_update_is_told(change: dict[str, float], site: str, text: str) -> None:
     bad = {"nonfinite@gradient:w": 3.0, "norm@param:w": NAN, "loss@run": NAN}
-    run = last_run(steps(change, bad))
+    run = last_run(steps(change, *([] if site == "state:w.exp_avg_sq" else [bad])))
     found = update_in(run)
     assert found is not None
     assert (found.kind, found.site, found.step) == ("update", site, 3)
@@ -75,6 +75,12 @@ def test_the_first_update_is_told(change: dict[str, float], site: str, text: str
 )
 def test_what_no_update_did(change: dict[str, float]) -> None:
     assert update_in(last_run(steps(change))) is None
+
+
+def test_a_state_before_an_explosion_is_no_cause() -> None:
+    """The square of a large gradient, and then what made it large."""
+    bad = {"nonfinite@gradient:w": 3.0, "loss@run": NAN}
+    assert update_in(last_run(steps({"max@state:w.exp_avg_sq": INF}, {"max@state:w.exp_avg_sq": INF} | bad))) is None
 
 
 def test_without_records_of_gradients_nothing_is_known() -> None:
