@@ -186,7 +186,7 @@ def _cause(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad], step: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Reason:
-    """Why a result is not finite, and what to change."""
+    """The reason of a non-finite result, with the advice."""
 
     text: str = ""
     advice: str = ""

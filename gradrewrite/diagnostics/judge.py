@@ -190,7 +190,7 @@ class Judge:
         return [*(one for one in made if not _has_exploded(one)), *self.evidence.updates]
 
     def exploded_update(self) -> list[Cause]:
-        """An update beyond a wide dtype, which is no reason by itself."""
+        """An update beyond a wide dtype, as the last reason."""
         own = self.evidence.update
         return [] if own is None or not _has_exploded(own) else [own]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -85,9 +86,9 @@ def test_without_norms_the_rule_is_told() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf, True, "1.0", None])
-def test_a_clip_is_a_number(wrong: object) -> None:
+def test_a_clip_is_a_number(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"here: clip is a number > 0, .* got "):
-        checked_clip(wrong, "here")  # type: ignore[arg-type]
+        checked_clip(wrong, "here")
 
 
 def two_runs(exponent: int, noise: float, seed: int, kind: str = "gradient") -> tuple[list[Step], list[Step]]:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.pure
 
 def run_of(count: int, *, logs_part: bool = False, factor: float = 1.0, updates: int = 5) -> list[Step]:
     """Updates of some backwards; ``factor``: of what the updates use."""
-    found = []
+    found: list[Step] = []
     for update in range(updates):
         for number in range(count):
             loss = (2.0 - 0.1 * update + 0.01 * (number - (count - 1) / 2)) / (count if logs_part else 1)
