@@ -25,6 +25,7 @@ from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.auditing.findings import Audit
 from gradrewrite.auditing.kept_state import kept_state
+from gradrewrite.auditing.update_watch import UpdateWatch, began_with
 from gradrewrite.auditing.verdicts import audit_step
 from gradrewrite.backends.model_state import ModelState, state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
@@ -36,6 +37,7 @@ from gradrewrite.diagnostics.judge import KEEP_ZEROS, SKIP, Evidence, Remedy
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.diagnostics.trials import Trial
+from gradrewrite.diagnostics.used_gradients import checked_clip
 from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.module import RewrittenModule, restore, shown, transform
@@ -141,6 +143,7 @@ def diagnose(
     steps: int = 50,
     compile: bool = False,
     try_clips: bool = False,
+    clip: float | None = None,
 ) -> Diagnosis:
     """Train a copy of a model for some steps, and name its faults, their places and the remedies.
 
@@ -150,6 +153,9 @@ def diagnose(
 
     The loss is traced with the model, as one graph, so that an op of the loss is found as one of the model is. Where
     the tracer cannot follow it, it runs beside the graph, and the line that stops the tracer is named.
+
+    After each update parameters, buffers and optimizer state are looked at: where the gradients were finite and one of
+    these is not any more, the training ends there with the outcome ``"non-finite"``.
 
     The first step is audited (``gr.audit``). Its faults come first among the causes, unless the training diverges or
     ends with values that are not finite.
@@ -174,6 +180,8 @@ def diagnose(
         compile: Compile with ``torch.compile`` instead of op by op.
         try_clips: Train again from the same start, on the same batches, with a clip of all gradients to a norm of 1,
             and with the suggested policy. The batches are kept in memory.
+        clip: The global norm to which the optimizer clips, in a step pre-hook or a ``step`` of its own: it is compared
+            with the norms of the gradients that the updates used. Nothing clips to it.
 
     Returns:
         The diagnosis: print it, ``render`` it as a page, or show it in a notebook.
@@ -181,8 +189,8 @@ def diagnose(
     Raises:
         TypeError: ``model`` is no module, rewritten already, or cannot be copied; or the loss is no tensor with one
             element.
-        ValueError: ``steps`` is not a whole number >= 1, there is no batch, ``loss`` and ``compute_loss`` are both
-            given, or the optimizer has none of the model's parameters.
+        ValueError: ``steps`` is not a whole number >= 1, ``clip`` is no number > 0, there is no batch, ``loss`` and
+            ``compute_loss`` are both given, or the optimizer has none of the model's parameters.
         TraceError: The loss depends on no parameter.
 
     Example:
@@ -208,7 +216,8 @@ def diagnose(
             "gr.diagnose: loss, (output, batch) -> scalar, and compute_loss, (model, *args, **kwargs) -> scalar, are "
             "two ways to say one thing; give one"
         )
-    train = _Trainer(model, _Loss(loss, compute_loss), optimizer, number, compile=compile)
+    bound = math.nan if clip is None else checked_clip(clip, "gr.diagnose")
+    train = _Trainer(model, _Loss(loss, compute_loss), optimizer, number, compile=compile, clip=bound)
     with (
         show_progress("diagnose", "training"),
         kept_random_state(),
@@ -361,6 +370,7 @@ class _Trainer:
     optimizer: MakeOptimizer | torch.optim.Optimizer | None
     steps: int
     compile: bool
+    clip: float = math.nan  # to which the optimizer clips
     graph: JointGraph | None = None  # of the training that was observed
 
     def audited(self, batch: Any) -> tuple[Audit | None, list[str]]:
@@ -393,7 +403,7 @@ class _Trainer:
         self, batches: Iterable[Any], policy: Policy, stage: str, *, fullgraph: bool
     ) -> tuple[Monitor, Trial, Evidence]:
         model, optimizer = self._copies()
-        run = _Run(self, model, policy, fullgraph=fullgraph)
+        run = _Run(self, model, policy, optimizer, fullgraph=fullgraph)
         if optimizer is not None and policy is not observe:
             guard(optimizer, run.rewritten, max_consecutive_skips=self.steps + 1)
         progress = current_progress()
@@ -401,26 +411,25 @@ class _Trainer:
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RewriteWarning)  # graph breaks and the like are among the remarks
             warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
-            batches, is_bad = iter(batches), False
+            batches, is_bad, has_failed = iter(batches), False, False
             for batch in batches:
                 is_bad = not run.step(batch)
-                if is_bad and policy is observe:
+                if has_failed := is_bad and policy is observe:
                     run.explain(batch)
                     break
                 num_skipped = run.rewritten.monitor.skipped
-                if optimizer is not None:
-                    optimizer.step()
-                if is_bad and run.rewritten.monitor.skipped == num_skipped:
-                    break
-                is_bad = False
+                is_made = run.update()
                 progress.advance()
+                is_bad = not is_made or (is_bad and run.rewritten.monitor.skipped == num_skipped)
+                if is_bad:
+                    break
             recurrent = run.look(batch) if policy is observe else frozenset()
-            monitor, evidence = run.rewritten.monitor, run.evidence(recurrent, is_trained=optimizer is not None)
+            monitor, evidence = run.rewritten.monitor, run.evidence(recurrent)
             if policy is observe:
                 self.graph = run.graph
-                if is_bad:
-                    following = list(itertools.islice(batches, _MOST_FOLLOWING))
-                    evidence = replace(evidence, remedies=run.remedies(batch, following))
+            if has_failed:
+                following = list(itertools.islice(batches, _MOST_FOLLOWING))
+                evidence = replace(evidence, remedies=run.remedies(batch, following))
         return monitor, Trial(run.losses, monitor.skipped, is_bad=is_bad), evidence
 
     def tried(self, batches: Iterable[Any], policy: Policy, name: str) -> Trial:
@@ -447,17 +456,30 @@ class _Trainer:
 
 
 class _Run:
-    """One training of a copy: its forwards and backwards, and the evidence.
+    """One training of a copy: its forwards, backwards and updates, and the evidence.
 
     An observed model is one graph with its loss, as far as that can be traced; a policy that is tried is one of the
     model alone.
     """
 
-    def __init__(self, trainer: _Trainer, model: nn.Module, policy: Policy, *, fullgraph: bool) -> None:
+    def __init__(
+        self,
+        trainer: _Trainer,
+        model: nn.Module,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        fullgraph: bool,
+    ) -> None:
         self.losses: list[float] = []
         self._trainer, self._model, self._loss, self._fullgraph = trainer, model, trainer.loss, fullgraph
         self._policy, self._monitor = policy, Monitor(trainer.steps)
-        self._is_observed = policy is observe
+        self._is_observed, self._optimizer = policy is observe, optimizer
+        self._watch: UpdateWatch | None = None
+        if self._is_observed and optimizer is not None:
+            self._watch = UpdateWatch(model, optimizer, measures=not math.isnan(trainer.clip))
+        self._began = began_with(model) if self._is_observed else {}
+        self._update: Cause | None = None  # in the last one
         self._sizes: dict[int, float] = {}
         self._failure: NonFiniteError | None = None
         self._remarks: list[str] = []
@@ -530,6 +552,18 @@ class _Run:
         if not self._is_observed:
             return math.isfinite(self.losses[-1]) and has_finite_gradients(self._model)
         return not _is_bad(self.rewritten.monitor, self.losses[-1])
+
+    def update(self) -> bool:
+        """Make an update, if any; return whether its results are finite."""
+        if self._optimizer is None:
+            return True
+        if self._watch is None:
+            self._optimizer.step()
+            return True
+        self._watch.before()
+        self._optimizer.step()
+        self._update = self._watch.after(len(self.losses) - 1)
+        return self._update is None
 
     def _value(self, batch: Any) -> Tensor:
         if self._in_graph and self._num_graphs > _MOST_GRAPHS:
@@ -617,12 +651,19 @@ class _Run:
             self._constant = targets.constant_loss_over(self._classes, batch)
         return found
 
-    def evidence(self, recurrent: frozenset[str], *, is_trained: bool) -> Evidence:
+    def evidence(self, recurrent: frozenset[str]) -> Evidence:
         """Return the evidence beside the records."""
         sites = {str(site): site for graph in self.rewritten.explain().graphs for site in graph.sites}
         remarks = (*_remarks(self.rewritten), *self._remarks)
         constant = self._constant if self._has_classes else self._targets.constant_loss
-        return Evidence(sites, self._failure, self._sizes, is_trained, recurrent, remarks, constant)
+        found = Evidence(sites, self._failure, self._sizes, self._optimizer is not None, recurrent, remarks, constant)
+        found = replace(found, began=self._began, update=self._update)
+        clip = self._trainer.clip
+        if math.isnan(clip):
+            return found
+        if self._watch is None or not self._watch.may_clip:
+            return replace(found, remarks=(*remarks, _no_clip(clip)))
+        return replace(found, clip=clip, used=self._watch.norms)
 
 
 @leave_out_unsupported
@@ -770,6 +811,13 @@ def _remarks(model: RewrittenModule) -> tuple[str, ...]:
     found += [f"{_named(frozen)} are frozen (requires_grad=False)."] if frozen else []
     found += [f"Not seen by the tracer, and not judged: {line}." for line in model.explain().skipped]
     return tuple(found)
+
+
+def _no_clip(clip: float) -> str:
+    return (
+        f"clip={clip:g} was not compared: gr.diagnose calls optimizer.step() itself, and this optimizer has neither a "
+        f"step pre-hook nor a step of its own that clips; monitor.diagnose(clip={clip:g}) judges a training of yours."
+    )
 
 
 def _beside(reason: Exception | str) -> str:

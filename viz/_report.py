@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import html
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from gradrewrite._utils.files import written_whole
 from gradrewrite.diagnostics.health import Health, examine
+from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.ranks import examine_ranks, first_bad_of, read_ranks
+from gradrewrite.diagnostics.used_gradients import checked_clip
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._curves import baselines_of, is_monitor, name_of, steps_of
 from gradrewrite.viz._draw import draw, evidence_of
@@ -97,6 +100,7 @@ def report(
     baseline: Source | Mapping[str, Source] | None = None,
     title: str = "",
     graph: JointGraph | None = None,
+    clip: float | None = None,
 ) -> Report:
     """Return the health report of a training run as a page.
 
@@ -113,6 +117,8 @@ def report(
             names: all are drawn, and the first is the one that is compared with.
         title: Title of the page; the name of the file, or "training run", if empty.
         graph: What ``model.trace(...)`` returned, to have ``draw``'s views of it as tabs.
+        clip: The global norm to which the training clips by itself, to compare it with what updates used; see
+            ``Monitor.diagnose``.
 
     Returns:
         Report: ``render`` it into a file, or show it in a notebook.
@@ -120,7 +126,7 @@ def report(
     Raises:
         TypeError: ``source`` or ``baseline`` is none of these.
         OSError: A file cannot be read.
-        ValueError: A file has a line that is none of the monitor's.
+        ValueError: A file has a line that is none of the monitor's, or ``clip`` is no number > 0.
 
     Example:
         >>> from gradrewrite import Step
@@ -128,27 +134,36 @@ def report(
         >>> report(steps).health.verdict.headline
         'Healthy'
     """
+    bound = math.nan if clip is None else checked_clip(clip, "viz.report")
     if isinstance(source, Sequence) and not isinstance(source, str):
         paths = [item for item in source if isinstance(item, str | os.PathLike)]
         if paths:
-            return _report_of_ranks(paths, baselines_of(baseline), title, graph)
+            return _report_of_ranks(paths, baselines_of(baseline), title, graph, Evidence(clip=bound))
     run = cast("Source", source)
     others = baselines_of(baseline)
     steps = run.steps(explain=True) if is_monitor(run) else steps_of(run)
-    health = examine(steps, others[0].run.steps if others else None, evidence_of(graph) if graph is not None else None)
+    evidence = replace(evidence_of(graph) if graph is not None else Evidence(), clip=bound)
+    health = examine(steps, others[0].run.steps if others else None, evidence)
     return Report(health, title or name_of(run, "training run"), others, _cause(run, health), graph=graph)
 
 
 def _report_of_ranks(
-    paths: Sequence[str | os.PathLike[str]], others: tuple[Baseline, ...], title: str, graph: JointGraph | None
+    paths: Sequence[str | os.PathLike[str]],
+    others: tuple[Baseline, ...],
+    title: str,
+    graph: JointGraph | None,
+    evidence: Evidence,
 ) -> Report:
     """Judge a run of several ranks: the page is that of the rank where it goes wrong first, or worst."""
     runs = read_ranks(paths)
     first, compared = first_bad_of(runs), others[0].run.steps if others else None
-    by_rank = {rank: examine(steps, compared) for rank, steps in runs.items()}
+    by_rank = {rank: examine(steps, compared, evidence) for rank, steps in runs.items()}
     sick = [rank for rank, health in by_rank.items() if not health.verdict.is_sound]
     rank = first.rank if first is not None else next(iter(sick), min(runs))
-    found = "\n".join(finding.text for finding in examine_ranks(runs).faults) or "Nothing wrong was found on any rank."
+    found = (
+        "\n".join(finding.text for finding in examine_ranks(runs, evidence).faults)
+        or "Nothing wrong was found on any rank."
+    )
     note = f"Ranks {', '.join(map(str, runs))}:\n{found}"
     name = f"{title or name_of(paths[0], 'training run')}: rank {rank} of {len(runs)} ranks"
     cause = "" if first is None else str(first)

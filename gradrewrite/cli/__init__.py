@@ -15,6 +15,7 @@ from gradrewrite.cli.messages import Refused, one_line, warn
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _RUNS = "what monitor.to_jsonl wrote; of several ranks all files, as run.rank*.jsonl"
+_CLIP = "the global norm to which the training clips, to compare it with what updates used"
 _BASELINES = "runs to draw it with; of several the first is the one to compare with"
 _COMMANDS = {
     "draw": "graphs",
@@ -111,10 +112,12 @@ def _add_runs(commands: _Commands) -> None:
     health = commands.add_parser("report", help="write a page that says whether the backward pass of a run is healthy")
     health.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
     health.add_argument("--baseline", type=Path, nargs="+", metavar="other.jsonl", help=_BASELINES)
+    health.add_argument("--clip", type=float, metavar="NORM", help=_CLIP)
     health.add_argument("--follow", action="store_true", help="write it again as the run grows, until Ctrl-C")
     health.add_argument("--out", type=Path, default=Path("report.html"), help=".html (default: report.html)")
     doctor = commands.add_parser("doctor", help="say in plain words what is wrong with a run, from its records")
     doctor.add_argument("run", type=Path, nargs="+", metavar="run.jsonl", help=_RUNS)
+    doctor.add_argument("--clip", type=float, metavar="NORM", help=_CLIP)
     doctor.add_argument(
         "--json", action="store_true", help="print a JSON list: causes, findings, rules without enough steps"
     )
@@ -145,6 +148,7 @@ def _add_trainings(commands: _Commands) -> None:
     diagnose.add_argument(
         "--try", action="store_true", dest="try_clips", help="train with a global clip and the policy too"
     )
+    diagnose.add_argument("--clip", type=float, metavar="NORM", help="the norm to which the optimizer itself clips")
     diagnose.add_argument("--out", type=Path, default=Path("diagnosis.html"), help=".html (default: diagnosis.html)")
     audit = commands.add_parser("audit", help="list the parameters that a training step does not train, and say why")
     audit.add_argument("model", metavar="module:factory", help="makes the model when called, or is one")

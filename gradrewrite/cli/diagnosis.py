@@ -33,6 +33,7 @@ def diagnose(options: argparse.Namespace) -> None:
             optimizer=optimizer,
             steps=options.steps,
             try_clips=options.try_clips,
+            clip=options.clip,
         )
     except (TypeError, ValueError) as err:
         raise Refused(str(err)) from err

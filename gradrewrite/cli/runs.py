@@ -51,7 +51,7 @@ def _follow(options: argparse.Namespace, name: str) -> None:
 
 
 def _write_report(options: argparse.Namespace, name: str, *, reload: int = 0) -> str:
-    page = reading(lambda: viz.report(_one_or_all(options.run), baseline=_by_name(options.baseline)))
+    page = reading(lambda: viz.report(_one_or_all(options.run), baseline=_by_name(options.baseline), clip=options.clip))
     try:
         return page.render(name, reload=reload)
     except OSError as err:

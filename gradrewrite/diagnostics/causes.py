@@ -15,6 +15,7 @@ Kind = Literal[
     "stored error", "clip acts always", "clip sets the values", "stalls", "diverges", "not judged", "healthy",
     "too short", "no records", "learns", "untrained", "unknown",
     "no gradient", "trained unasked", "not in the optimizer", "optimizer setting", "constant vanishes",
+    "update", "loss scale",
 ]  # fmt: skip
 Outcome = Literal["learns", "stalls", "diverges", "non-finite", "untrained", "unknown"]
 Gravity = Literal["sound", "mild", "grave", "first"]  # mild: it leaves room for other causes; first: it began before
@@ -94,6 +95,8 @@ KINDS: Mapping[Kind, KindOfCause] = {
     "not in the optimizer": KindOfCause("Parameters that the optimizer does not hold"),
     "optimizer setting": KindOfCause("A setting of the optimizer"),
     "constant vanishes": KindOfCause("A constant vanishes in its dtype"),
+    "update": KindOfCause("A faulty update"),
+    "loss scale": KindOfCause("A loss scale"),
 }
 
 

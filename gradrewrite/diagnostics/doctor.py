@@ -25,6 +25,7 @@ from gradrewrite.diagnostics.run_log import (
     listed_values,
 )
 from gradrewrite.diagnostics.site_health import SiteHealth, clips_always, sites_of, steps_of_clips
+from gradrewrite.diagnostics.updates import update_in
 
 _DROPPED = (
     " All recorded gradients, and the loss after it, are finite: something on the way back drops these values (a mask, "
@@ -114,6 +115,10 @@ def sentences(findings: Sequence[Cause], rule_of: Mapping[str, str]) -> list[str
 
 
 def _non_finite(run: Run) -> list[Cause]:
+    update = update_in(run)
+    if update is not None:
+        rate = _faulty_rate(run, update.figures, until=update.step)
+        return [update if rate is None else rate]
     bad = bad_steps(run)
     if not bad:
         faulty = _faulty_rate(run, {}, until=math.inf) or _non_finite_loss(run)

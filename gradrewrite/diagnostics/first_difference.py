@@ -16,6 +16,8 @@ from gradrewrite._utils.formatting import plain_table
 from gradrewrite._utils.html_tables import html_table, write_table_page
 from gradrewrite.diagnostics.causes import words
 from gradrewrite.diagnostics.run_log import Run, Step, as_executed, last_run, listed
+from gradrewrite.diagnostics.used_gradients import scale_exponent, scale_text
+from gradrewrite.diagnostics.whole_updates import TOLERANCE, WholeUpdates, whole_updates, without_nothing
 from gradrewrite.ir.outputs import SiteOp
 
 DifferenceKind = Literal["bits", "values", "shape", "missing"]
@@ -173,6 +175,7 @@ class LogComparison:
         num_steps: Number of compared steps.
         num_sites: Number of compared sites.
         tolerance: Relative tolerance; None: bits where there are fingerprints, else figures that are exactly equal.
+        notes: How they were compared, where that is not step by step.
     """
 
     first: Difference | None
@@ -180,6 +183,7 @@ class LogComparison:
     num_steps: int
     num_sites: int
     tolerance: float | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -188,12 +192,13 @@ class LogComparison:
 
     def __str__(self) -> str:
         within = "" if self.tolerance is None else f" within a relative difference of {self.tolerance:g}"
-        equal = f"no difference{within} in {self.num_steps} steps and {self.num_sites} sites"
-        return "\n".join([equal if self.first is None else str(self.first), *self.remarks])
+        steps = "updates" if self.notes else "steps"
+        equal = f"no difference{within} in {self.num_steps} {steps} and {self.num_sites} sites"
+        return "\n".join([equal if self.first is None else str(self.first), *self.remarks, *self.notes])
 
     def render(self, path: str | os.PathLike[str]) -> str:
         """Write ``path.html`` with both side by side; return its path."""
-        text = str(self) if self.first is None else "\n".join(self.remarks)
+        text = str(self) if self.first is None else "\n".join((*self.remarks, *self.notes))
         table = "" if self.first is None else self.first._repr_html_()
         return write_table_page(path, "First difference", table, text)
 
@@ -215,7 +220,7 @@ class LogComparison:
                 "steps": [[step, _plain(error)] for step, error in first.steps],
             }
         counts = {"steps": self.num_steps, "sites": self.num_sites, "tolerance": self.tolerance}
-        return {"equal": self.is_equal, "first": head, "remarks": list(self.remarks), **counts}
+        return {"equal": self.is_equal, "first": head, "remarks": [*self.remarks, *self.notes], **counts}
 
 
 def _plain(value: float) -> float | str:
@@ -267,6 +272,9 @@ def compare_logs(
     equal. With one, figures are: the largest ``relative_difference`` of the records that both have, without
     fingerprints. What was logged by hand (``name@run``) is not compared, for it may be a time.
 
+    Runs with unlike numbers of backwards an update are compared by update: what it used and left, and its loss, within
+    a relative difference of 0.001 if there is no tolerance.
+
     Args:
         a: Steps of ``read_jsonl``.
         b: Those of the other run.
@@ -279,8 +287,13 @@ def compare_logs(
     """
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"a tolerance is a relative difference >= 0, got {tolerance}")
-    first_run = last_run(a)
-    runs = tuple(_by_number(run) for run in (first_run, last_run(b)))
+    last = last_run(a), last_run(b)
+    whole = whole_updates(*last)
+    if whole is None:
+        runs, place, notes = [_by_number(run) for run in last], last[0].place, []
+    else:
+        runs, place, notes = _by_update(whole), "update {}".format, [whole.note]
+        tolerance = TOLERANCE if tolerance is None else tolerance
     ops = {one.name: one for run in reversed(runs) for step in run.values() for one in step.ops}
     seen: tuple[dict[str, int], dict[str, int]] = ({}, {})  # sites of one run alone, with their first step
     compared: dict[str, None] = {}
@@ -297,17 +310,36 @@ def compare_logs(
         compared |= dict.fromkeys(row.site for row in rows)
         start = next((n for n, row in enumerate(rows) if row.kind), None)
         if first is None and start is not None:
-            first = Difference(tuple(rows[start:]), step, place=first_run.place(step))
+            first = Difference(tuple(rows[start:]), step, place=place(step))
         if first is not None:
             later.append((step, max((row.error for row in rows), key=_known, default=0.0)))
     if not compared:
         what = (
             "record" if tolerance is None else "record that a tolerance applies to (fingerprints have none: add norm)"
         )
-        raise ValueError(f"{names[0]} and {names[1]} have no step with a common {what}; give logs of the same policy")
-    remarks = [*_steps_of_one(runs, names), *_sites_of_one(seen, names)]
+        way_out = "; ".join(("give logs of the same policy", *notes))
+        raise ValueError(f"{names[0]} and {names[1]} have no step with a common {what}; {way_out}")
+    remarks = [*_scale(last, names), *_steps_of_one(runs, names), *_sites_of_one(seen, names)]
     first = replace(first, steps=tuple(later)) if first is not None else None
-    return LogComparison(first, tuple(remarks), len(common), len(compared), tolerance)
+    return LogComparison(first, tuple(remarks), len(common), len(compared), tolerance, tuple(notes))
+
+
+def _scale(runs: tuple[Run, Run], names: tuple[str, str]) -> list[str]:
+    """Return a sentence on norms that are a power of two off."""
+    exponent = scale_exponent(*runs)
+    if exponent is None:
+        return []
+    larger = names[exponent < 0]
+    return [f"norms of gradients and errors in {larger} are {scale_text(abs(exponent))}"]
+
+
+def _by_update(whole: WholeUpdates) -> list[dict[_Number, Step]]:
+    """Return whole updates by their numbers."""
+    a, b = whole.runs
+    return [
+        {(n, 0, 0): without_nothing(step, b[n]) if n in b else step for n, step in a.items()},
+        {(n, 0, 0): step for n, step in b.items()},
+    ]
 
 
 def _by_number(run: Run) -> dict[_Number, Step]:

@@ -18,6 +18,7 @@ from gradrewrite.diagnostics.number_formats import remarks_on
 from gradrewrite.diagnostics.run_log import Run, Step, last_run
 from gradrewrite.diagnostics.site_health import SiteHealth, sites_of, where_needed, with_baseline
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_table, skips_text
+from gradrewrite.diagnostics.used_gradients import with_used
 from gradrewrite.diagnostics.verdict import Verdict, judge
 
 MOST_CODE = 20  # rules in a text
@@ -94,6 +95,7 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evide
     if compared is not None and (other is None or math.isfinite(other.last)):
         sites = with_baseline(sites, compared)
     findings = findings_on(run, sites)
+    evidence = with_used(evidence or Evidence(), run, compared)
     verdict, faults = judge(run, sites, findings, loss, other, evidence)
     sites = where_needed(sites, is_remedy=verdict.is_sound or verdict.kind == "clip acts always")
     if not verdict.is_sound:

@@ -30,6 +30,7 @@ RISES = 10.0  # from the first step to the last finite one
 UNDERFLOW = 0.9  # share of zeros in float16
 LOW_CLIP = 0.3  # median factor of a clip that always acts
 STRONG_CLIP = 0.2  # median factor of a clip that hides one layer, over that of the clips of other errors
+WIDE = 1e30  # a dtype beyond it: what overflows there has exploded
 _NEAR = 3  # steps around a spike
 
 
@@ -66,6 +67,11 @@ class Evidence:
     constant_loss: float = math.nan  # of the best constant answer, where targets are classes; NaN if not known
     audited: tuple[Cause, ...] = ()  # faults of the training step itself
     remedies: tuple[Remedy, ...] = ()  # against the failure
+    began: Mapping[str, str] = field(default_factory=dict)  # what was not finite when the run began, in words, by name
+    update: Cause | None = None  # of the last step: its update made something non-finite
+    clip: float = math.nan  # the global norm to which the user clips
+    used: Mapping[int, float] = field(default_factory=dict)  # global norms that the optimizer used, by step
+    updates: tuple[Cause, ...] = ()  # faults of the gradients that were used: of a clip, of a loss scale
 
 
 def outcome_of(run: Run, is_trained: bool = True) -> Outcome:
@@ -115,7 +121,7 @@ class Judge:
         ``is_higher``: it ends higher than its baseline, and has a fault even where it learns.
         """
         self.run, self.findings, self.sites, self.evidence = run, findings, sites, evidence
-        self.outcome = outcome_of(run, evidence.is_trained)
+        self.outcome = "non-finite" if evidence.update is not None else outcome_of(run, evidence.is_trained)
         loss = loss_of(run)
         # A fall to the loss of a constant answer is made by the last bias alone.
         constant = evidence.constant_loss
@@ -136,7 +142,7 @@ class Judge:
     def text(self) -> str:
         """The outcome and the span of the loss, from means of its ends."""
         loss = loss_of(self.run)
-        span = "" if loss is None else f": loss {words(loss.first)} -> {words(loss.last)} in {loss.steps} steps"
+        span = "" if loss is None else f": loss {words(loss.first)} -> {words(loss.last)} in {_steps(loss.steps)}"
         if self.is_constant:
             known = words(self.evidence.constant_loss)
             return f"It learns no more than the best constant answer, whose loss is {known}{span}."
@@ -155,12 +161,12 @@ class Judge:
 
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, the gravest first."""
-        found, is_grave = (
-            self.op_at_fault() or self.bad_batch(),
-            any(traits_of(one.kind).gravity != "mild" for one in self.findings),
-        )
+        found = [*self.update(), *self.op_at_fault()]
+        is_explained = bool(found)
+        found = found or self.bad_batch()
+        is_grave = any(traits_of(one.kind).gravity != "mild" for one in self.findings)
         if self.outcome == "non-finite":
-            found += [] if found and found[0].kind == "non-finite op" else self.exploding()
+            found += [] if is_explained else self.exploding()
             found = found or self.one_layer() or self.learning_rate() or self.op()
         elif self.outcome not in ("learns", "unknown"):
             idle, full = dead(self.run, {("zeros", "activation"): DEAD}), saturated(self.run)
@@ -178,7 +184,7 @@ class Judge:
             found = found or self.vanishing()
         if self.learns or not is_grave:
             found = found or self.spike()
-        return tuple(found)
+        return tuple(found or self.exploded_update())
 
     def _cause(self, kind: Kind, site: str, factor: float, step: int, text: str, advice: str, *rules: str) -> Cause:
         known = self.evidence.sites.get(site)
@@ -201,6 +207,17 @@ class Judge:
         advice = f"{KINDS[kind].advice} The suggested clip, with gr.guard(optimizer, model), bounds such an update."
         return [self._cause(kind, "", factor, step, text, advice, f'gr.on("step:*", ClipByGlobalNorm({bound:.2g}))')]
 
+    def update(self) -> list[Cause]:
+        """An update with finite gradients and a non-finite result, and faults of the gradients that were used."""
+        own = self.evidence.update
+        made = [own] if own is not None else [one for one in self.findings if one.kind == "update"][:1]
+        return [*(one for one in made if not _has_exploded(one)), *self.evidence.updates]
+
+    def exploded_update(self) -> list[Cause]:
+        """An update beyond a wide dtype, as the last reason."""
+        own = self.evidence.update
+        return [] if own is None or not _has_exploded(own) else [own]
+
     def exploding(self) -> list[Cause]:
         """Errors with steady growth from the first step on."""
         early = {chain.module for chain in self.first if chain.explodes}
@@ -214,9 +231,14 @@ class Judge:
             left = f"and leaves {late.median_factor:.2g} of all gradients"
             finding = replace(finding, text=f"{finding.text} {late.action} at {late.site} acts after that, {left}.")
         if self.bound == math.inf:
-            finding = replace(finding, rules=(*finding.rules, _ALL_GRADIENTS))
+            finding = replace(finding, rules=(*finding.rules, self._clip_of_all()))
         site = chain.sites[-1].partition("#")[0] if chain.module else chain.sites[-1]
         return self._found("exploding", [replace(finding, site=site)], factor_of(chain))
+
+    def _clip_of_all(self) -> str:
+        """Return a clip of all gradients: at step sites for several backwards an update."""
+        kind = "step" if self.run.has_micro_batches else "gradient"
+        return f'gr.on("{kind}:*", ClipByGlobalNorm(1.0))'
 
     def one_layer(self) -> list[Cause]:
         """One layer with far larger growth than the others."""
@@ -373,6 +395,14 @@ class Judge:
         ]
         others = [one.text for one in self.findings if not one.kind.startswith("clip")]
         return [*found, *(cause.text for cause in self.hidden_layer()), *others]
+
+
+def _has_exploded(update: Cause) -> bool:
+    return update.figures.get("limit", 0.0) > WIDE
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'s' * (number != 1)}"
 
 
 def _layer(site: str) -> str:

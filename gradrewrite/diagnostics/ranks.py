@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from gradrewrite._utils.grouping import grouped
 from gradrewrite.diagnostics.causes import Cause, traits_of
 from gradrewrite.diagnostics.health import Health, examine
+from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps
 from gradrewrite.diagnostics.run_file import read_with_rank
 from gradrewrite.diagnostics.run_log import Step, as_executed, last_run
@@ -58,13 +59,13 @@ def read_ranks(paths: Sequence[str | os.PathLike[str]]) -> dict[int, list[Step]]
     return dict(sorted(runs.items()))
 
 
-def examine_ranks(runs: Mapping[int, Sequence[Step]]) -> Health:
+def examine_ranks(runs: Mapping[int, Sequence[Step]], evidence: Evidence | None = None) -> Health:
     """Judge the first bad rank, with the faults of all.
 
     What several ranks find at one site is one fault, with the figures of the first of them. Of what is not finite
     only the first is a fault: what other ranks then have may come from it, through reduced gradients.
     """
-    by_rank = {rank: examine(steps) for rank, steps in runs.items()}
+    by_rank = {rank: examine(steps, evidence=evidence) for rank, steps in runs.items()}
     first = first_bad_of(runs)
     order = sorted(runs, key=lambda rank: (by_rank[rank].verdict.is_sound, first is None or rank != first.rank))
     health = by_rank[order[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import sys
 import warnings
 from collections import deque
@@ -30,6 +31,7 @@ from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.diagnostics.stacked_records import summed_up
+from gradrewrite.diagnostics.used_gradients import used_norms
 from gradrewrite.distributed.groups import this_rank
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.integrations._figures import log_histograms, main_figures
@@ -106,6 +108,7 @@ class Attachment:
         self._one_optimizer: torch.optim.Optimizer | None = None  # of the training; None if it has several
         self._num_explained = 0  # losses that are not finite
         self._was_told_of_clipping = False
+        self.clip = math.nan  # the global norm to which the framework clips
         self._num_logged = 0  # steps
         self._loaded: Mapping[str, Any] | None = None  # for the next model
         self._last: dict[str, Any] = {}  # of the last one
@@ -222,7 +225,8 @@ class Attachment:
         graphs = state.session.graphs.explanation().graphs if state is not None else ()
         sites = {str(site): site for graph in graphs for site in graph.sites}
         audited = () if self.audited is None else tuple(map(with_line, self.audited.causes))
-        evidence = Evidence(sites, failure, remarks=(remark,) if remark else (), audited=audited)
+        clip = self.clip if used_norms(run) else math.nan
+        evidence = Evidence(sites, failure, remarks=(remark,) if remark else (), audited=audited, clip=clip)
         return examine(steps, evidence=evidence), "" if failure is None else str(failure)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
     when it has ended. If it ends by an error, or with values that are not finite, ``diagnosis.txt`` says why. Of an
     error outside of ``training_step`` the Trainer tells no callback: then the files are written when the program ends,
     or by ``callback.report()``. A training that is resumed appends to ``run.jsonl``; else that of the training before
-    becomes ``run.previous.jsonl``. On several ranks each has a ``run.rank0.jsonl``, and the first writes the page.
+    becomes ``run.previous.jsonl``. Where the policy records norms of gradients at step sites, they are compared with
+    ``max_grad_norm``. On several ranks each has a ``run.rank0.jsonl``, and the first writes the page.
 
     Where the batches are no mappings (tuples, say), no step is audited or run again; a warning says so.
 
@@ -276,6 +278,7 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
                 "began anew; give the state that was saved to callback.load_state_dict before the training"
             )
             self._resumed = ""
+        self._attachment.clip = args.max_grad_norm or math.nan
         self._attachment.note_own_clipping(f"TrainingArguments(max_grad_norm={args.max_grad_norm})", args.max_grad_norm)
 
     def on_substep_end(

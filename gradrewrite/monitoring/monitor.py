@@ -16,11 +16,13 @@ from gradrewrite._utils.formatting import Table, nearest, table_of
 from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.health import examine
+from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
 from gradrewrite.diagnostics.run_file import checked_config
 from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
 from gradrewrite.diagnostics.stacked_records import split_call
+from gradrewrite.diagnostics.used_gradients import checked_clip, missing_norms, used_norms
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.ir.reports import KEPT, OnFailure
@@ -336,13 +338,27 @@ class Monitor:
             parts += ["of those in the buffer"] * (0 < len(known) < number) + [skips_text(known)] * bool(known)
         return table_of(rows, ", ".join(parts))
 
-    def diagnose(self) -> tuple[Cause, ...]:
+    def diagnose(self, *, clip: float | None = None) -> tuple[Cause, ...]:
         """Return the faults of the run in the buffer, the gravest first; ``()`` if it is healthy.
 
         The judge is that of ``gr.diagnose`` and ``gradrewrite report``: the causes of a bad outcome come first, then
         what else was found. What is no fault, as a clip that always acts where the loss falls, is left out.
+
+        Args:
+            clip: The global norm to which the training clips by itself, as by ``torch.nn.utils.clip_grad_norm_``: it is
+                compared with the norms of the gradients that updates used, ``gr.on("step:*", Observe("norm"))`` with
+                ``gr.guard``. A warning tells if there are none.
+
+        Raises:
+            ValueError: ``clip`` is no number > 0.
         """
-        return examine(self.steps(explain=True)).faults
+        steps = self.steps(explain=True)
+        if clip is None:
+            return examine(steps).faults
+        bound = checked_clip(clip, "monitor.diagnose")
+        if steps and not used_norms(last_run(steps)):
+            warn(f"monitor.diagnose: {missing_norms(bound)}")
+        return examine(steps, evidence=Evidence(clip=bound)).faults
 
     def steps(self, *, explain: bool = False) -> list[Step]:
         """The steps in the buffer, oldest first, with the bounds of clips. Waits for the device.

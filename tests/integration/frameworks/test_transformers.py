@@ -543,6 +543,33 @@ def test_own_clipping_is_said_once(kind: str, tmp_path: Path) -> None:
     assert len(record) == 1
 
 
+class _Enlarges(TrainerCallback):
+    """Stands for gradients that are written behind the clip."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 3.0
+
+
+@pytest.mark.parametrize("enlarges", [False, True])
+def test_what_updates_use_is_compared_with_max_grad_norm(enlarges: bool, tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on("step:*", Observe("norm")), compile=False)
+    model = make("bert")
+    arguments = {"max_steps": 6, "learning_rate": 1e-3, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    given = transformers.TrainingArguments(str(tmp_path), max_grad_norm=0.01, **arguments)
+    callbacks = [callback, *([_Enlarges(model)] if enlarges else [])]
+    transformers.Trainer(model, given, train_dataset=examples("bert"), callbacks=callbacks).train()
+    found = [cause for cause in callback.health.faults if cause.kind in ("update", "loss scale")]
+    assert [cause.kind for cause in found] == (["update"] if enlarges else [])
+    assert all(
+        cause.text.startswith("clip=0.01, but the optimizer used gradients of norm up to 0.03") for cause in found
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.sample(12)
 def test_training_that_failed_is_begun_again(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.judge import Evidence, outcome_of
 from gradrewrite.diagnostics.run_log import Step, last_run
@@ -54,6 +55,32 @@ def verdict_on(steps: Sequence[Step], evidence: Evidence | None = None) -> Verdi
 )
 def test_outcomes(losses: list[float], outcome: str) -> None:
     assert outcome_of(last_run(run_of(losses))) == outcome
+
+
+def test_several_backwards_of_an_update_are_clipped_at_the_step() -> None:
+    errors = {f"norm@error:layers.{n}": 3.0 ** (9 - n) for n in range(10)}
+    one = [Step(n, errors | {"loss@run": 2.0}) for n in range(20)]
+    four = [Step(n, step.records, update=n // 4, micro_batch=n % 4) for n, step in enumerate(one)]
+    for steps, rule in ((one, "gradient:*"), (four, "step:*")):
+        verdict = verdict_on(steps)
+        assert verdict.kind == "exploding"
+        assert verdict.code[-1] == f'gr.on("{rule}", ClipByGlobalNorm(1.0))'
+
+
+def test_an_update_that_made_something_non_finite_comes_first() -> None:
+    cause = Cause("update", "param:w", step=1, text="step 1: step() made w NaN.", advice="Use eps=1e-4.")
+    verdict = verdict_on(run_of([2.0, 1.9]), Evidence(update=cause))
+    assert (verdict.outcome, verdict.kind, verdict.causes, verdict.code) == ("non-finite", "update", (cause,), ())
+    assert "in 2 steps. step 1: step() made w NaN." in verdict.text
+    assert "in 1 step." in verdict_on(run_of([2.0]), Evidence(update=cause)).text
+
+
+def test_an_explosion_comes_before_the_update_that_overflows() -> None:
+    errors = {f"norm@error:layers.{n}": 9.0 ** (9 - n) for n in range(10)}
+    cause = Cause("update", "param:w", step=1, text="step 1: step() made w infinite.", figures={"limit": 3.4e38})
+    steps = [Step(n, errors | {"loss@run": 2.0}) for n in range(2)]
+    assert verdict_on(steps, Evidence(update=cause)).kind == "exploding"
+    assert verdict_on(run_of([2.0, 1.9]), Evidence(update=cause)).causes == (cause,)
 
 
 def test_a_batch_is_blamed_only_with_evidence() -> None:
