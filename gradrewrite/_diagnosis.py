@@ -238,6 +238,11 @@ def diagnose(
             trials["global clip"] = train.tried(
                 stream, on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND)), "global clip"
             )
+            eps = next(
+                (c.figures["suggested_eps"] for c in health.verdict.causes if "suggested_eps" in c.figures), None
+            )
+            if eps is not None:
+                trials[f"eps={eps:g}"] = train.tried(stream, [], f"eps={eps:g}", eps=eps)
             if policy := _policy(health):
                 trials[SUGGESTED] = train.tried(stream, _evaluated(policy), SUGGESTED)
                 if not trials[SUGGESTED].is_better_than(trials[AS_IT_IS]):
@@ -372,6 +377,7 @@ class _Trainer:
     compile: bool
     clip: float = math.nan  # to which the optimizer clips
     graph: JointGraph | None = None  # of the training that was observed
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer's groups, in place of its own
 
     def audited(self, batch: Any) -> tuple[Audit | None, list[str]]:
         """Audit the first step, of another copy; return the audit, or a remark why it could not run."""
@@ -432,9 +438,9 @@ class _Trainer:
                 evidence = replace(evidence, remedies=run.remedies(batch, following))
         return monitor, Trial(run.losses, monitor.skipped, is_bad=is_bad), evidence
 
-    def tried(self, batches: Iterable[Any], policy: Policy, name: str) -> Trial:
-        """Train one copy with a policy; return its losses."""
-        return self(batches, [policy], name)[1]
+    def tried(self, batches: Iterable[Any], policy: Policy, name: str, **settings: Any) -> Trial:
+        """Train one copy with a policy, and with other settings of the optimizer; return its losses."""
+        return replace(self, settings=settings)(batches, [policy], name)[1]
 
     def _copies(self) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         gc.collect()  # the last copy: the error of a failed trace holds it in a cycle
@@ -452,6 +458,8 @@ class _Trainer:
             optimizer = optimizer(model.parameters())
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError("gr.diagnose: LBFGS calls the model by itself; take another optimizer for the diagnosis")
+        for group in [] if optimizer is None else optimizer.param_groups:
+            group.update(self.settings)
         return model, optimizer
 
 
@@ -604,6 +612,10 @@ class _Run:
             name_break(self._failure, self.rewritten.explain().skipped)
             run = partial(self._loss, self._model, batch, Targets())
             self._remarks += searched(self._failure, self._model, run, batch, self._random)
+            for name in self._began:
+                known, ended = f" {name} was not finite already", self._failure.cause.partition(":")[0]
+                if ended.endswith(known):
+                    self._failure.cause = f"{ended} when the run began"
 
     def remedies(self, batch: Any, following: Sequence[Any]) -> tuple[Remedy, ...]:
         """Return the rules that mend the last step, or leave it out, as tried on the model as it is now."""
@@ -657,7 +669,7 @@ class _Run:
         remarks = (*_remarks(self.rewritten), *self._remarks)
         constant = self._constant if self._has_classes else self._targets.constant_loss
         found = Evidence(sites, self._failure, self._sizes, self._optimizer is not None, recurrent, remarks, constant)
-        found = replace(found, began=self._began, update=self._update)
+        found = replace(found, update=self._update)
         clip = self._trainer.clip
         if math.isnan(clip):
             return found

@@ -178,6 +178,7 @@ class Story:
     Attributes:
         why: What the op was given: ``log of -0.135``; ``""`` if it is not known.
         advice: What to change; ``""`` if it is not known.
+        facts: What the batch has to do with it: ``t is 49 there``, ``column 3 of x is up to 701, 294 times the others``.
         operands: The tensors that the op read.
         indices: Where the elements are: ``rows 4 to 7, positions 15 to 19``; ``""`` if it is not known.
         rows: Their numbers along the dimension of the batch; ``()`` if they are not known.
@@ -190,6 +191,7 @@ class Story:
 
     why: str = ""
     advice: str = ""
+    facts: tuple[str, ...] = ()
     operands: tuple[Operand, ...] = ()
     indices: str = ""
     rows: tuple[int, ...] = ()
@@ -203,6 +205,7 @@ class Story:
         """The parts behind the line of the op; ``""`` if nothing is known."""
         parts = [self.why]
         parts[0] += f" at {self.indices}" if self.why and self.indices else self.indices
+        parts[0] = ", ".join(part for part in (parts[0], *self.facts) if part)
         parts += [f"it reaches {self.parameter} first"] if self.parameter else []
         parts += (
             [f"the loss does not show it: {' and '.join(self.cover)} hide{'s' * (len(self.cover) == 1)} it"]

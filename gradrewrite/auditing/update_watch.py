@@ -180,6 +180,7 @@ def _cause(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad], step: int) -> 
     text = f"step {step}: every gradient was finite; {made} {first.extent}{also}{f': {why}' if why else ''}."
     figures = {"elements": float(first.mask.sum()), "of": float(first.mask.numel())}
     figures |= {} if reason.beyond is None else {"limit": torch.finfo(reason.beyond).max}
+    figures |= {} if reason.eps is None else {"suggested_eps": reason.eps}
     advice = advice or f"Look at what the step of {name} divides by, at its settings and at its state there."
     return Cause("update", first.watched.site, step=step, text=text, advice=advice, figures=figures)
 
@@ -191,6 +192,7 @@ class _Reason:
     text: str = ""
     advice: str = ""
     beyond: torch.dtype | None = None  # whose range is exceeded
+    eps: float | None = None  # that is advised
 
 
 def _reason(optimizer: torch.optim.Optimizer, bad: Sequence[_Bad]) -> _Reason:
@@ -237,7 +239,7 @@ def _lost_eps(optimizer: torch.optim.Optimizer, one: _Bad) -> _Reason | None:
     what = f"eps {eps:g} is 0 in {dtype}" if is_lost else "eps is 0"
     least = max(_USUAL_EPS, least_eps(parameter.dtype))
     text = f"{what}, and so is {zero[0]} there: step() divides by 0"
-    return _Reason(text, f"Use {_name(optimizer)}(..., eps={least:g}), or {_WIDER}.")
+    return _Reason(text, f"Use {_name(optimizer)}(..., eps={least:g}), or {_WIDER}.", eps=least)
 
 
 def _overflown_state(optimizer: torch.optim.Optimizer, one: _Bad) -> _Reason | None:

@@ -67,7 +67,6 @@ class Evidence:
     constant_loss: float = math.nan  # of the best constant answer, where targets are classes; NaN if not known
     audited: tuple[Cause, ...] = ()  # faults of the training step itself
     remedies: tuple[Remedy, ...] = ()  # against the failure
-    began: Mapping[str, str] = field(default_factory=dict)  # what was not finite when the run began, in words, by name
     update: Cause | None = None  # of the last step: its update made something non-finite
     clip: float = math.nan  # the global norm to which the user clips
     used: Mapping[int, float] = field(default_factory=dict)  # global norms that the optimizer used, by step

@@ -398,7 +398,8 @@ class _Replay(Observing):
         known = self._replay_graph.inputs.get(node.name)
         advice = ADVICE_ON_GIVEN.get("loss" if known is None else known.role, "") if node.op == "placeholder" else ""
         return Story(
-            why=", ".join(part for part in (why, *self._facts_of_batch(reason, rows, given)) if part),
+            why=why,
+            facts=tuple(self._facts_of_batch(reason, rows, given)),
             advice=advice if reason is None or not reason.advice else reason.advice,
             operands=() if call is None else call.operands,
             indices=where,

@@ -149,7 +149,9 @@ def _story(root: RootCause, others: Sequence[RootCause], is_mended: bool) -> Sto
 
 def _root_text(root: RootCause) -> str:
     made = root.came_in or f"{'the backward of ' * root.in_backward}{root.op}"
-    return ", ".join(part for part in (made, root.source, str(replace(root.story, parameter="", cover=()))) if part)
+    return ", ".join(
+        part for part in (made, root.source, str(replace(root.story, facts=(), parameter="", cover=()))) if part
+    )
 
 
 def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> bool:
