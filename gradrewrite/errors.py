@@ -178,7 +178,7 @@ class Story:
     Attributes:
         why: What the op was given: ``log of -0.135``; ``""`` if it is not known.
         advice: What to change; ``""`` if it is not known.
-        facts: What the batch has to do with it: ``t is 49 there``, ``column 3 of x is up to 701, 294 times the others``.
+        facts: What the batch has to do with it: ``column 3 of x is up to 701, 294 times the others``.
         operands: The tensors that the op read.
         indices: Where the elements are: ``rows 4 to 7, positions 15 to 19``; ``""`` if it is not known.
         rows: Their numbers along the dimension of the batch; ``()`` if they are not known.

@@ -18,7 +18,8 @@ from gradrewrite.errors import Story
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.replay.noted_calls import BatchSizes, NotedCall, operand_of
 from gradrewrite.replay.observations import is_finite
-from gradrewrite.replay.reasons import OpCall, Reason, reason_of
+from gradrewrite.replay.reason_table import reason_of
+from gradrewrite.replay.reasons import OpCall, Reason
 
 _OPS = {"truediv": "div", "true_divide": "div", "divide": "div", "rtruediv": "div", "rdiv": "div", "rsub": "sub"}
 _SWAPPED = ("rtruediv", "rdiv", "rsub")  # of the operands

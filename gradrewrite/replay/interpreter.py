@@ -43,7 +43,8 @@ from gradrewrite.replay.observations import (
     merged,
     observation,
 )
-from gradrewrite.replay.reasons import DERIVATIVES, Reason
+from gradrewrite.replay.reason_table import DERIVATIVES
+from gradrewrite.replay.reasons import Reason
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.sites import Site
 

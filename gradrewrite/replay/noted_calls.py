@@ -13,7 +13,8 @@ from gradrewrite._compat import operators
 from gradrewrite._utils.tensors import computable, tensors_in
 from gradrewrite.errors import Operand
 from gradrewrite.replay.indices import indices_text, names_of_dimensions, rows_of, split_rows
-from gradrewrite.replay.reasons import EarlierOp, OpCall, Reason, growth_of, reason_of
+from gradrewrite.replay.reason_table import growth_of, reason_of
+from gradrewrite.replay.reasons import EarlierOp, OpCall, Reason
 
 _FAR = 4  # how many ops before are looked at
 _COLUMNS, _LARGE_COLUMN = 3, 30.0  # at least that many columns, and how large one is, over the median of the others

@@ -13,7 +13,7 @@ from gradrewrite._compat import operators
 from gradrewrite._utils.tensors import computable, tensors_in
 from gradrewrite.ir.mask_infinities import has_infinite_literal, propagates
 from gradrewrite.replay.noted_calls import NotedCall, note_call, note_growth, op_name
-from gradrewrite.replay.reasons import EXPONENTIALS
+from gradrewrite.replay.reason_table import EXPONENTIALS
 from gradrewrite.sites import Site
 
 Repair = Callable[[list[Any]], list[Any]]  # of the arguments of a call

@@ -1,0 +1,306 @@
+"""The table of reasons of non-finite values, with advice and repairs."""
+
+from __future__ import annotations
+
+import torch
+
+from gradrewrite._utils.tensors import computable
+from gradrewrite.replay import operand_checks as checks
+from gradrewrite.replay import repairs
+from gradrewrite.replay.reasons import OpCall, Reason, Row
+
+_GROWN = 0.25  # power of the largest number of a dtype
+
+EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
+
+_LOGS = ("log", "log2", "log10")
+
+_OVERFLOWING = (
+    *checks.SUMS,
+    "mul", "add", "sub", "div", "pow", "square", "cumsum", "cumprod", "to_copy", "convolution", "mse_loss",
+    "convert_element_type", "var", "neg", "einsum", "layer_norm", "native_layer_norm", "reciprocal", "baddbmm",
+)  # fmt: skip
+
+_CAUTION = "what stands behind it (where, clamp, min, a mask) hides the value, not its gradient"
+
+_MASKS = (
+    "Let each query see a key, for one itself, or leave such rows out before the softmax: "
+    "a mask behind it hides the value, not its gradient."
+)
+
+_ROOTS = (
+    "sqrt",
+    "pow",
+    "norm",
+    "linalg_norm",
+    "linalg_vector_norm",
+    "std",
+    "hypot",
+    "dist",
+    "cdist",
+    "pairwise_distance",
+)
+
+DERIVATIVES = frozenset(("div", "pow", "rsqrt", "reciprocal", "mul", "sub", "add", "sum"))  # ops of backwards
+
+_AT_ZERO = ("div", "pow", "rsqrt", "reciprocal", "")
+
+
+TABLE: tuple[Row, ...] = (
+    Row(
+        "root at 0",
+        _AT_ZERO,
+        "Add the epsilon inside of the root, sqrt(x + 1e-12): its derivative at 0 is infinite, and an "
+        "epsilon behind the "
+        "root does not help; nor does a where behind it.",
+        checks.derivative_at_zero,
+        repairs.kink_moved,
+        of=_ROOTS,
+    ),
+    Row(
+        "acos or asin at 1",
+        ("rsqrt", "div", "pow", ""),
+        "Bound its input before it, inside of 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6)), with what its dtype "
+        "resolves there; "
+        "or take atan2. At 1 its derivative is infinite.",
+        checks.derivative_at_one,
+        repairs.kink_moved,
+        of=("acos", "asin", "arccos", "arcsin", "acos_", "asin_"),
+    ),
+    Row(
+        "log at 0, hidden",
+        ("div", ""),
+        "Fill its input before the log, log(where(mask, x, 1)): a where or a clamp behind it hides the value, not its "
+        "gradient.",
+        checks.derivative_at_zero,
+        repairs.kink_moved,
+        of=("log", "log2", "log10", "log1p", "xlogy"),
+    ),
+    Row(
+        "division by 0, hidden",
+        ("div", "reciprocal", ""),
+        "Fill the divisor before the division, x / where(mask, y, 1): a where or a clamp behind it hides the "
+        "value, not "
+        "its gradient.",
+        checks.derivative_at_zero,
+        repairs.kink_moved,
+        of=("truediv", "div", "true_divide", "divide", "reciprocal", "rtruediv"),
+    ),
+    Row(
+        "angle at the origin",
+        ("reciprocal", "div", ""),
+        "Leave points at the origin out before atan2: its derivative at (0, 0) is not defined.",
+        checks.derivative_at_zero,
+        repairs.kink_moved,
+        of=("atan2", "arctan2"),
+    ),
+    Row(
+        "logsumexp over a row of -inf",
+        ("sub",),
+        _MASKS,
+        lambda call: checks.renamed(checks.infinite_difference(call), "logsumexp over a row of -inf"),
+        repairs.filled,
+        of=("logsumexp",),
+    ),
+    Row(
+        "ctc_loss of a target longer than its input",
+        ("ctc_loss",),
+        "Pass zero_infinity=True, or leave out examples whose labels, with one frame more between two equal ones, are "
+        "more than their frames.",
+        checks.too_long,
+        lambda args: [*args[:-1], True],
+        dims=("row",),
+    ),
+    Row(
+        "cross-entropy without targets",
+        ("nll_loss_forward", "nll_loss2d_forward", "cross_entropy", "nll_loss", "cross_entropy_loss"),
+        "Leave such batches out, or divide the sum by the number of targets, at least 1: "
+        'reduction="sum", then / (target != ignore_index).sum().clamp_min(1).',
+        checks.no_targets,
+    ),
+    Row(
+        "mean of nothing",
+        ("mean", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "logsumexp"),
+        "A mask left nothing: leave such batches out, or divide the sum by the number of elements, at least 1.",
+        checks.no_elements,
+    ),
+    Row(
+        "variance of one element",
+        ("var", "std", "var_mean", "std_mean"),
+        "Pass correction=0 (unbiased=False), or compute it over more than one element.",
+        checks.one_element,
+    ),
+    Row(
+        "log of a negative number",
+        ("log", "log2", "log10"),
+        f"Bound its input before it: log(x.clamp_min(1e-6)); {_CAUTION}.",
+        checks.below(0.0),
+        repairs.changed(0, repairs.least),
+    ),
+    Row(
+        "log of 0",
+        _LOGS,
+        "Add an epsilon inside, log(x + 1e-6), or clamp its input before it; of probabilities take log_softmax or "
+        f"logsigmoid of the logits; {_CAUTION}.",
+        checks.at_value(0.0),
+        repairs.changed(0, repairs.least),
+    ),
+    Row(
+        "log1p of -1 or less",
+        ("log1p",),
+        f"Bound its input above -1 by what its dtype resolves (2**-8 in bfloat16), before it; {_CAUTION}.",
+        lambda call: checks.at_value(-1.0)(call) or checks.below(-1.0)(call),
+        repairs.changed(0, lambda x: x.clamp_min(-1 + torch.finfo(x.dtype).eps)),
+    ),
+    Row(
+        "exp beyond its dtype",
+        EXPONENTIALS,
+        f"Bound its input, before it: exp(x.clamp(max=20)); {_CAUTION}.",
+        checks.too_large,
+        repairs.changed(0, repairs.bounded),
+        is_too_large=True,
+    ),
+    Row(
+        "underflow of exp in a divisor",
+        ("div",),
+        "Subtract the maximum before exp, as softmax and logsumexp do, or divide in the logarithm.",
+        checks.underflow_in_divisor,
+        repairs.changed(1, repairs.not_zero),
+    ),
+    Row(
+        "0/0",
+        ("div",),
+        "An empty mask, or a row without a partner, divides 0 by 0: bound the divisor before it, sum / n.clamp_min(1), "
+        f"or leave such rows out; {_CAUTION}.",
+        checks.zero_by_zero,
+        repairs.changed(1, repairs.not_zero),
+    ),
+    Row(
+        "division by 0",
+        ("div", "floor_divide", "remainder", "fmod"),
+        f"Bound the divisor away from 0 before it: x / y.clamp_min(1e-6); {_CAUTION}.",
+        checks.divisor_zero,
+        repairs.changed(1, repairs.not_zero),
+    ),
+    Row(
+        "reciprocal of 0",
+        ("reciprocal", "rsqrt"),
+        f"Add an epsilon to its input, inside: rsqrt(x + 1e-6); {_CAUTION}.",
+        lambda call: checks.at_value(0.0)(call) or checks.below(0.0)(call),
+        repairs.changed(0, repairs.not_zero),
+    ),
+    Row(
+        "root of a negative number",
+        ("sqrt",),
+        f"Bound its input before it: sqrt(x.clamp_min(1e-12)); {_CAUTION}.",
+        checks.below(0.0),
+        repairs.changed(0, repairs.least),
+    ),
+    Row(
+        "power of 0 or of a negative number",
+        ("pow",),
+        f"Bound its base away from 0 before it: x.clamp_min(1e-6) ** p; {_CAUTION}.",
+        lambda call: (
+            checks.at_value(0.0)(call) or (checks.below(0.0)(call) if torch.isnan(call.result).any() else None)
+        ),
+        repairs.changed(0, repairs.least),
+    ),
+    Row(
+        "acos or asin beyond 1",
+        ("acos", "asin", "arccos", "arcsin", "atanh"),
+        "Bound its input before it, inside of 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6)); at 1 its derivative is infinite.",
+        lambda call: (
+            checks.beyond_one(call)
+            or (checks.at_value(1.0)(call) or checks.at_value(-1.0)(call) if call.op == "atanh" else None)
+        ),
+        repairs.changed(0, repairs.inside),
+    ),
+    Row(
+        "logit at 0 or 1",
+        ("logit", "erfinv"),
+        "Pass eps=, or bound its input before it by what its dtype resolves.",
+        lambda call: checks.at_value(1.0)(call) or checks.at_value(0.0 if call.op == "logit" else -1.0)(call),
+        repairs.changed(0, lambda x: x.clamp(torch.finfo(x.dtype).eps, 1 - torch.finfo(x.dtype).eps)),
+    ),
+    Row(
+        "softmax over a row of -inf",
+        ("softmax", "log_softmax", "logsumexp", "safe_softmax"),
+        _MASKS,
+        checks.masked_rows,
+        repairs.open_rows,
+        dims=("row", "head", "query"),
+    ),
+    Row(
+        "attention without a key",
+        (
+            "scaled_dot_product_attention",
+            "scaled_dot_product_flash_attention_for_cpu",
+            "scaled_dot_product_efficient_attention",
+            "scaled_dot_product_cudnn_attention",
+        ),
+        _MASKS,
+        checks.masked_attention,
+        repairs.open_mask,
+        dims=("row", "head", "query"),
+    ),
+    Row(
+        "softmax of infinity",
+        ("softmax", "log_softmax", "logsumexp"),
+        "Bound the logits before it; mask with -inf, not with inf.",
+        checks.infinite_in_softmax,
+        lambda args: [repairs.filled(args[:1])[0], *args[1:]],
+    ),
+    Row(
+        "inf - inf",
+        ("sub", "add", "rsub"),
+        "Fill infinite values before the op, masked_fill or where on its operand; nan_to_num behind it mends "
+        "the value, not its "
+        "gradient.",
+        checks.infinite_difference,
+        repairs.filled,
+    ),
+    Row(
+        "0 x inf",
+        ("mul",),
+        "Fill infinite values before the product (masked_fill or where on its operand); nan_to_num or a mask behind it "
+        "mends the value, not its gradient.",
+        checks.zero_times_infinity,
+        repairs.filled,
+    ),
+    Row(
+        "beyond float16",
+        _OVERFLOWING,
+        "Compute it in float32 (x.float(), or autocast without float16 there), or use bfloat16, whose range "
+        "is that of float32.",
+        checks.beyond_float16,
+        is_overflow=True,
+    ),
+    Row(
+        "overflow",
+        _OVERFLOWING,
+        "Its operands are finite, and far too large: look at what made them grow (learning rate, inputs that are not "
+        "standardized, a missing normalization).",
+        checks.beyond_dtype,
+        is_overflow=True,
+    ),
+)
+
+
+def reason_of(call: OpCall) -> Reason | None:
+    """Return why an op made a non-finite value; None if the table does not know."""
+    return next((found for row in TABLE if (found := row.reason(call)) is not None), None)
+
+
+def growth_of(call: OpCall) -> Reason | None:
+    """Return the reason of an exponential whose finite result is so large that what is computed from it overflows."""
+    result = computable(call.result)
+    if call.op not in EXPONENTIALS or not result.numel() or not result.is_floating_point():
+        return None
+    where = torch.isfinite(result) & (result.abs() > torch.finfo(result.dtype).max ** _GROWN)
+    if not where.any():
+        return None
+    x = call.operand(0)
+    given, made = (checks.extreme(value.abs(), where, high=True) for value in (x, result))
+    row = next(row for row in TABLE if row.find is checks.too_large)
+    why = f"{call.op} of up to {given} is {made}"
+    return Reason(why, row.advice, where, None, row.repair, is_too_large=True)

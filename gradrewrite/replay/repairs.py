@@ -1,0 +1,77 @@
+"""Repairs of arguments, to try what is advised against a non-finite value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradrewrite.replay.reasons import Arguments
+
+
+def filled(args: Arguments) -> Arguments:
+    """Replace infinities and NaN in tensors by 0."""
+    return [torch.nan_to_num(a, 0.0, 0.0, 0.0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+
+
+def changed(number: int, change: Callable[[Tensor], Tensor]) -> Callable[[Arguments], Arguments]:
+    """Return a repair that changes one tensor."""
+
+    def repair(args: Arguments) -> Arguments:
+        value = args[number] if number < len(args) else None
+        if not isinstance(value, Tensor):
+            return args
+        return [*args[:number], change(value).to(value.dtype), *args[number + 1 :]]
+
+    return repair
+
+
+def least(x: Tensor) -> Tensor:
+    """Bound a value from below by a small positive number."""
+    return x.clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
+
+
+def not_zero(x: Tensor) -> Tensor:
+    """Replace zeros by a small number."""
+    return torch.where(x == 0, torch.finfo(x.dtype).eps, x) if x.is_floating_point() else x.clamp_min(1)
+
+
+def bounded(x: Tensor) -> Tensor:
+    """Bound what exp is given."""
+    limit = min(20.0, math.log(torch.finfo(x.dtype).max) / 2)
+    return x.clamp(-limit, limit)
+
+
+def inside(x: Tensor) -> Tensor:
+    """Bound a value inside of -1 to 1."""
+    eps = torch.finfo(x.dtype).eps
+    return x.clamp(-1 + eps, 1 - eps)
+
+
+def open_rows(args: Arguments) -> Arguments:
+    """Replace rows of -inf by 0."""
+    x, dim = args[0], args[1] if len(args) > 1 else -1
+    dim = dim[0] if isinstance(dim, list | tuple) else dim
+    return [torch.where(torch.isneginf(x).all(dim, keepdim=True), torch.zeros_like(x), x), *args[1:]]
+
+
+def open_mask(args: Arguments) -> Arguments:
+    """Let a query that sees no key see all."""
+
+    def opened(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x.is_floating_point():
+            return torch.where(torch.isneginf(x).all(-1, keepdim=True), torch.zeros_like(x), x)
+        return x | x.logical_not().all(-1, keepdim=True)
+
+    return [*args[:3], *map(opened, args[3:])]
+
+
+def kink_moved(args: Arguments) -> Arguments:
+    """Replace zeros of what a backward divides by."""
+    number = 1 if len(args) > 1 and isinstance(args[1], Tensor) else 0
+    return changed(number, not_zero)(args)
