@@ -231,7 +231,7 @@ class _Replay(Observing):
             self._result.has_given_infinities = True
             sign = "-inf" if not torch.isposinf(value).any() else "infinite"
             is_expected, given = self._expects_infinities, f"{known.name} is {sign}"
-        return ValueState(not is_expected, is_expected, overwritten, given)
+        return ValueState(not is_expected, is_expected, overwritten, given=given)
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         if node.target in OPAQUE:  # a measurement, from which nothing is computed before the records are packed
@@ -340,7 +340,7 @@ class _Replay(Observing):
             and (node.name if inside is None else inside.node).rstrip("_0123456789") not in DERIVATIVES,
             in_backward=not is_forward and origin is node,
             node=origin.name,
-            operand=_operand_of(origin),
+            operands=_operands_of(origin, call),
             repair=self._repair_of(node, call) if inside is None else None,
             story=self._story_of(node, call, reached),
             order=order,
@@ -459,7 +459,7 @@ class _Replay(Observing):
                     continue
                 seen.add(user)
                 own = self.states.get(user)
-                if own is not None and not (own.is_bad or own.is_expected) and reads_values(user):
+                if own is not None and not (own.is_bad or own.is_expected) and own.has_numbers and reads_values(user):
                     found.append(user)
                 todo.append(user)
         named = ((self._op_at(n, None)) for n in sorted(found, key=self._order.__getitem__))
@@ -509,9 +509,11 @@ class _Replay(Observing):
         return f"the {known.role} {known.name} was not finite already"
 
 
-def _operand_of(node: fx.Node) -> str:
-    first = next(iter(node.args), None)
-    return first.name if isinstance(first, fx.Node) else node.name
+def _operands_of(node: fx.Node, call: NotedCall | None) -> dict[str, int]:
+    if call is None or call.reason is None:
+        return {}
+    given = {n: node.args[n] for n in call.reason.operands if n < len(node.args)}
+    return {read.name: n for n, read in given.items() if isinstance(read, fx.Node)}
 
 
 @contextlib.contextmanager
@@ -535,7 +537,7 @@ class RootCause:
     """A root cause of non-finite values: an op, or a graph input."""
 
     node: str  # its name
-    operand: str  # the name of what it reads first, or its own where that is nothing
+    operands: Mapping[str, int]  # the nodes that its repair changes, with their positions among its arguments
     order: Order  # position in the order of execution
     is_forward: bool  # whether it belongs to the forward
     op: str  # ``module/op`` of the op that was run, forward or backward; ``""`` for what came in

@@ -168,9 +168,7 @@ def large_column(batch: Mapping[str, Any]) -> str:
 
 def reads_values(node: fx.Node) -> bool:
     """Whether a result has numbers that are computed from those of the operands."""
-    value = node.meta.get("val")
-    is_number = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
-    return is_number and not op_name(node).endswith("_like") and not op_name(node).startswith(("new_", "sym_"))
+    return not op_name(node).endswith("_like") and not op_name(node).startswith(("new_", "sym_"))
 
 
 def earlier_ops(node: fx.Node) -> list[EarlierOp]:

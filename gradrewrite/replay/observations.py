@@ -27,6 +27,7 @@ class ValueState:
     is_bad: bool = False
     is_expected: bool = False  # it is not finite, by what the program wrote
     overwritten: str = ""  # an input that was overwritten meanwhile and on which it depends
+    has_numbers: bool = True  # with a fraction
     given: str = ""  # the input of the model whose infinities it holds
 
 
@@ -74,7 +75,8 @@ class Observing(fx.Interpreter):
         if node in self.mended:
             (result,) = self.mended[node]([result])
         needed = [states[n] for n in operators.nodes_that_matter(node) if n in states]
-        state = ValueState(overwritten=next((s.overwritten for s in needed if s.overwritten), ""))
+        overwritten = next((s.overwritten for s in needed if s.overwritten), "")
+        state = ValueState(overwritten=overwritten, has_numbers=bool(_inexact_in(result)))
         if not is_finite(result):
             masks = {n: values[n] for n in node.all_input_nodes if n in states and states[n].is_expected}
             is_written = has_infinite_literal(node) or propagates(node, result, masks)
@@ -107,7 +109,7 @@ def merged(states: Iterable[ValueState]) -> ValueState:
     is_bad = any(state.is_bad for state in own)
     is_expected = not is_bad and any(state.is_expected for state in own)
     overwritten = next((state.overwritten for state in own if state.overwritten), "")
-    return ValueState(is_bad, is_expected, overwritten, next((state.given for state in own if state.given), ""))
+    return ValueState(is_bad, is_expected, overwritten, given=next((state.given for state in own if state.given), ""))
 
 
 def observation(site: Site, node: str, value: Tensor, order: Order, state: ValueState) -> Iterable[SiteObservation]:

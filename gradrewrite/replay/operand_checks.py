@@ -42,17 +42,18 @@ def extreme(x: Tensor, where: Tensor, *, high: bool) -> str:
 def rounded(call: OpCall) -> str:
     """A number of an op before that its dtype rounds to 0 or 1: ``1 - 1e-06 is 1 in bfloat16``."""
     for before in call.earlier:
-        if before.dtype is None or not before.dtype.is_floating_point:
+        dtype = before.dtype or call.result.dtype
+        if not dtype.is_floating_point:
             continue
         for number in before.numbers:
-            held = float(torch.tensor(number, dtype=torch.float64).to(before.dtype))
+            held = float(torch.tensor(number, dtype=torch.float64).to(dtype))
             if held in (0.0, 1.0, -1.0) and held != number:
                 shown = (
                     f"{number:.3g}"
                     if held == 0
                     else f"{held:g} {'-' if number < held else '+'} {abs(held - number):.3g}"
                 )
-                return f": {shown} is {held:g} in {short(before.dtype)}"
+                return f": {shown} is {held:g} in {short(dtype)}"
     return ""
 
 
@@ -82,6 +83,17 @@ def at_value(limit: float, *, number: int = 0, name: str = "") -> Callable[[OpCa
         if not where.any():
             return None
         return f"{name or call.op} of {limit:g}{share(where)}{rounded(call)}", where
+
+    return find
+
+
+def at_bounds(low: float, high: float) -> Callable[[OpCall], Found]:
+    """Operands at one of two bounds, as 0 and 1 of logit."""
+
+    def find(call: OpCall) -> Found:
+        x = call.operand(0)
+        where = (x == low) | (x == high)
+        return (f"{call.op} of {low:g} or {high:g}{share(where)}{rounded(call)}", where) if where.any() else None
 
     return find
 
@@ -126,11 +138,6 @@ def divisor_zero(call: OpCall) -> Found:
     """A divisor of 0."""
     found = division(call)
     return None if found is None else (f"divisor 0{share(found[0])}{rounded(call)}", found[0])
-
-
-def renamed(found: Found, why: str) -> Found:
-    """Return what was found, with another reason."""
-    return None if found is None else (why, found[1])
 
 
 def kink_of(call: OpCall) -> Tensor:

@@ -87,22 +87,6 @@ TABLE: tuple[Row, ...] = (
         of=("truediv", "div", "true_divide", "divide", "reciprocal", "rtruediv"),
     ),
     Row(
-        "angle at the origin",
-        ("reciprocal", "div", ""),
-        "Leave points at the origin out before atan2: its derivative at (0, 0) is not defined.",
-        checks.derivative_at_zero,
-        repairs.kink_moved,
-        of=("atan2", "arctan2"),
-    ),
-    Row(
-        "logsumexp over a row of -inf",
-        ("sub",),
-        _MASKS,
-        lambda call: checks.renamed(checks.infinite_difference(call), "logsumexp over a row of -inf"),
-        repairs.filled,
-        of=("logsumexp",),
-    ),
-    Row(
         "ctc_loss of a target longer than its input",
         ("ctc_loss",),
         "Pass zero_infinity=True, or leave out examples whose labels, with one frame more between two equal ones, are "
@@ -166,6 +150,7 @@ TABLE: tuple[Row, ...] = (
         "Subtract the maximum before exp, as softmax and logsumexp do, or divide in the logarithm.",
         checks.underflow_in_divisor,
         repairs.changed(1, repairs.not_zero),
+        operands=(1,),
     ),
     Row(
         "0/0",
@@ -174,6 +159,7 @@ TABLE: tuple[Row, ...] = (
         f"or leave such rows out; {_CAUTION}.",
         checks.zero_by_zero,
         repairs.changed(1, repairs.not_zero),
+        operands=(1,),
     ),
     Row(
         "division by 0",
@@ -181,11 +167,19 @@ TABLE: tuple[Row, ...] = (
         f"Bound the divisor away from 0 before it: x / y.clamp_min(1e-6); {_CAUTION}.",
         checks.divisor_zero,
         repairs.changed(1, repairs.not_zero),
+        operands=(1,),
     ),
     Row(
         "reciprocal of 0",
-        ("reciprocal", "rsqrt"),
-        f"Add an epsilon to its input, inside: rsqrt(x + 1e-6); {_CAUTION}.",
+        ("reciprocal",),
+        f"Bound the divisor away from 0 before it: 1 / y.clamp_min(1e-6); {_CAUTION}.",
+        checks.at_value(0.0),
+        repairs.changed(0, repairs.not_zero),
+    ),
+    Row(
+        "reciprocal root of 0",
+        ("rsqrt",),
+        f"Add an epsilon inside of the root: rsqrt(x + 1e-6); {_CAUTION}.",
         lambda call: checks.at_value(0.0)(call) or checks.below(0.0)(call),
         repairs.changed(0, repairs.not_zero),
     ),
@@ -219,7 +213,7 @@ TABLE: tuple[Row, ...] = (
         "logit at 0 or 1",
         ("logit", "erfinv"),
         "Pass eps=, or bound its input before it by what its dtype resolves.",
-        lambda call: checks.at_value(1.0)(call) or checks.at_value(0.0 if call.op == "logit" else -1.0)(call),
+        lambda call: checks.at_bounds(0.0 if call.op == "logit" else -1.0, 1.0)(call),
         repairs.changed(0, lambda x: x.clamp(torch.finfo(x.dtype).eps, 1 - torch.finfo(x.dtype).eps)),
     ),
     Row(
@@ -258,6 +252,7 @@ TABLE: tuple[Row, ...] = (
         "gradient.",
         checks.infinite_difference,
         repairs.filled,
+        operands=(0, 1),
     ),
     Row(
         "0 x inf",
@@ -266,6 +261,7 @@ TABLE: tuple[Row, ...] = (
         "mends the value, not its gradient.",
         checks.zero_times_infinity,
         repairs.filled,
+        operands=(0, 1),
     ),
     Row(
         "beyond float16",

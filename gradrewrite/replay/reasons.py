@@ -75,6 +75,7 @@ class Reason:
         elements: Where the guilty elements are; None if that is not known.
         dims: Names of the dimensions of ``elements``; None for those of any value.
         repair: From the arguments of the op to those with the advice followed; None if there is no such change.
+        operands: Positions of the arguments that are changed then.
         is_overflow: Whether finite values became too large, and not by this op alone.
         is_too_large: Whether an operand was too large.
     """
@@ -84,6 +85,7 @@ class Reason:
     elements: Tensor | None = None
     dims: tuple[str, ...] | None = None
     repair: Callable[[Arguments], Arguments] | None = None
+    operands: tuple[int, ...] = (0,)
     is_overflow: bool = False
     is_too_large: bool = False
 
@@ -107,6 +109,7 @@ class Row:
     is_overflow: bool = False
     is_too_large: bool = False
     dims: tuple[str, ...] | None = None
+    operands: tuple[int, ...] = (0,)
 
     def reason(self, call: OpCall) -> Reason | None:
         """Return the reason of a call; None if the row is not about it."""
@@ -117,4 +120,5 @@ class Row:
             return None
         why, elements = found
         is_too_large = self.is_overflow or self.is_too_large
-        return Reason(why, self.advice, elements, self.dims, self.repair, self.is_overflow, is_too_large)
+        repair = self.repair, self.operands
+        return Reason(why, self.advice, elements, self.dims, *repair, self.is_overflow, is_too_large)

@@ -15,7 +15,7 @@ from gradrewrite.ir.outputs import PlacedCheck
 from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.ir.reports import OnFailure
 from gradrewrite.replay.interpreter import ReplayResult, RootCause, replay
-from gradrewrite.replay.observations import Order, SiteObservation
+from gradrewrite.replay.observations import Order, Repair, SiteObservation
 from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.sites import Site
 
@@ -171,14 +171,20 @@ def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> b
 
 def _is_mended(snapshot: StepSnapshot, roots: Sequence[RootCause], *, at_operands: bool) -> bool:
     given = {root.node: root.repair for root in roots if root.repair and root.came_in}
-    ops = {
-        root.operand if at_operands else root.node: root.repair for root in roots if root.repair and not root.came_in
-    }
-    repairs, mended = ({}, given | ops) if at_operands else (ops, given)
+    made = [root for root in roots if root.repair and not root.came_in]
+    repairs = {} if at_operands else {root.node: root.repair for root in made if root.repair}
+    mended = dict(given)
+    for root in made if at_operands else ():
+        mended |= {name: _of_one(root.repair, number) for name, number in root.operands.items() if root.repair}
     try:
         return not replay(snapshot, {}, repairs, mended).roots
     except (RuntimeError, TypeError, ValueError):  # a change of arguments that another op does not take
         return False
+
+
+def _of_one(repair: Repair, number: int) -> Repair:
+    """Return the change of one argument as a change of its value."""
+    return lambda values: [repair([*[None] * number, *values])[number]]
 
 
 def _counts(root: RootCause, number: int, last: int) -> bool:
