@@ -15,7 +15,7 @@ from gradrewrite.monitoring.logged_tokens import LoggedTokens
 from gradrewrite.replay.indices import indices_text, names_of_dimensions, split_rows
 from gradrewrite.replay.interpreter import RootCause, replay, run_again
 from gradrewrite.replay.step_snapshot import StepSnapshot
-from gradrewrite.rewriting.batch_errors import by_part, find_batch_error, graph_of_value
+from gradrewrite.rewriting.batch_errors import by_part, find_batch_error, graph_of_value, has_batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +34,7 @@ class BadValue:
     op: str  # ``module/op`` that made it, or the input that it is
     snapshot: StepSnapshot  # the graph of it
     mask: Tensor | None  # its elements that are not finite; None inside of a loop
+    has_batch: bool = True  # whether it may have rows: it is no value of parameters alone, and no gradient of these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,12 +85,13 @@ class ReplayedBatch:
             return None
         _, number, root = min(found, key=lambda entry: entry[0])
         snapshot, values = self.graphs[number]
-        if len(root.order) > 1:
-            return BadValue(root.op, snapshot, None)
-        nodes: list[fx.Node] = list(snapshot.replay_graph.graph.graph.nodes)
-        (value,) = run_again(snapshot, graph_of_value(snapshot.replay_graph, nodes[root.order[0]].name), values)
-        name = root.op or (root.given.name if root.given is not None else "the gradient from outside the model")
-        return BadValue(name, snapshot, ~torch.isfinite(computable(value)) if isinstance(value, Tensor) else None)
+        by = root.op or (root.given.name if root.given is not None else "the gradient from outside the model")
+        graph = snapshot.replay_graph
+        node: fx.Node = list(graph.graph.graph.nodes)[root.order[0]]
+        if len(root.order) > 1 or not has_batch(graph, node.name):
+            return BadValue(by, snapshot, None, len(root.order) > 1)
+        (value,) = run_again(snapshot, graph_of_value(graph, node.name), values)
+        return BadValue(by, snapshot, ~torch.isfinite(computable(value)) if isinstance(value, Tensor) else None)
 
     def by_error(self, batch: Sequence[int]) -> PartNorms | None:
         """Return the norms of the error at the logits, over all calls; None if no error has these parts."""
@@ -125,7 +127,7 @@ def _norms_at(node: str, snapshot: StepSnapshot, values: Sequence[Any], batch: S
 
 def row_norms(step: ReplayedBatch, sizes: BatchSizes, bad: BadValue | None) -> PartNorms | None:
     """Return the norms of the rows; None if they are not known."""
-    if sizes.rows is None:
+    if sizes.rows is None or (bad is not None and not bad.has_batch):
         return None
     if bad is None or bad.mask is None:
         return _telling(step.by_error((sizes.rows,)))
@@ -134,6 +136,8 @@ def row_norms(step: ReplayedBatch, sizes: BatchSizes, bad: BadValue | None) -> P
 
 def token_norms(step: ReplayedBatch, sizes: BatchSizes, bad: BadValue | None, logged: LoggedTokens) -> PartNorms | None:
     """Return the norms of the tokens ``[N]``; None if they are not known."""
+    if bad is not None and not bad.has_batch:
+        return None
     if bad is None or bad.mask is None:
         return _telling(step.by_error(logged.shape))
     if logged.is_packed:

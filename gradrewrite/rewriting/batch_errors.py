@@ -59,13 +59,39 @@ def find_batch_error(replay_graph: ReplayGraph, values: Sequence[Any], batch: Se
     return best
 
 
-def _errors(graph: fx.Graph, replay_graph: ReplayGraph) -> Iterator[tuple[fx.Node, Site]]:
-    """Yield the markers of errors of the backward, in the order of execution."""
+def has_batch(replay_graph: ReplayGraph, name: str) -> bool:
+    """Return whether a value may have rows of the batch, by its place in the graph.
+
+    In the forward it depends on an input; in the backward an error depends on it: gradients of parameters are sums.
+    """
+    graph, of_inputs = replay_graph.graph.graph, _of_inputs(replay_graph)
+    if name in replay_graph.tangents or name not in replay_graph.backward:
+        return name in replay_graph.tangents or name in of_inputs
+    reached = {name}
     for node in graph.nodes:
-        if node.target is markers.mark_error and node.name in replay_graph.backward:
-            site = replay_graph.errors.get(markers.number_of(node))
-            if site is not None:
-                yield node, site
+        if any(read.name in reached for read in node.all_input_nodes):
+            reached.add(node.name)
+    return any(node.name in reached for node, _ in _errors(graph, replay_graph))
+
+
+def _of_inputs(replay_graph: ReplayGraph) -> frozenset[str]:
+    """Return the names of the nodes that depend on an input of the model."""
+    found = {name for name, known in replay_graph.inputs.items() if known.role in ("input", "value")}
+    for node in replay_graph.graph.graph.nodes:
+        if any(read.name in found for read in node.all_input_nodes):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _errors(graph: fx.Graph, replay_graph: ReplayGraph) -> Iterator[tuple[fx.Node, Site]]:
+    """Yield the markers of errors of values that depend on an input, in the order of execution."""
+    of_inputs = _of_inputs(replay_graph)
+    values = graph.find_nodes(op="call_function", target=markers.mark_activation)
+    known = {markers.number_of(node) for node in values if node.all_input_nodes[0].name in of_inputs}
+    for node in graph.find_nodes(op="call_function", target=markers.mark_error):
+        number = markers.number_of(node)
+        if number in known and number in replay_graph.errors and node.name in replay_graph.backward:
+            yield node, replay_graph.errors[number]
 
 
 def by_part(value: Tensor, batch: Sequence[int]) -> Tensor | None:

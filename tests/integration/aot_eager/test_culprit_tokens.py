@@ -457,3 +457,32 @@ def test_a_value_without_rows() -> None:
 
     assert found.rows == found.tokens == ()
     assert "the first value that is not finite, /truediv, has no rows" in found.note
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("fault", ["parameter", "forward", "backward"])
+def test_a_value_of_the_parameters_has_no_rows(fault: str) -> None:
+    """Though it has as many rows as the batch."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((8, 5), 1e-30 if fault == "backward" else 1.0))
+
+        def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+            weight = self.weight / self.weight.norm(dim=1, keepdim=True) if fault == "forward" else self.weight
+            return ((x @ weight.T).square() * y).sum() / mask.sum()
+
+    model, optimizer = start(Net(), (FINITE,))
+    with torch.no_grad():
+        if fault != "backward":
+            model.weight[3] = float("nan") if fault == "parameter" else 0.0
+    x, y = torch.ones(8, 5), torch.ones(8, 8)
+    if fault == "backward":  # the product with the values of the forward overflows, and nothing before
+        x, y = 1e30 * x, 1e12 * torch.eye(8)[3].expand(8, 8)
+    model(x, y, torch.ones(8, 1)).backward()
+    optimizer.step()
+    found = model.monitor.culprits()
+
+    assert found.rows == ()
+    assert "has no rows" in found.note

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 def mask_of(shape: tuple[int, ...], *at: object) -> Tensor:
     mask = torch.zeros(shape, dtype=torch.bool)
     for index in at:
-        mask[index] = True  # type: ignore[index]
+        mask[index] = True
     return mask
 
 
