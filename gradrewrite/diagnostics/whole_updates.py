@@ -61,8 +61,8 @@ def _undivided(whole: Sequence[Mapping[int, Step]], counts: tuple[int, int]) -> 
         return ""
     count = max(counts)
     return (
-        f"The gradients that updates use are {max(times, 1 / times):g}-fold in the run with {count} backwards, as where "
-        f"the loss of each is not divided by their number: (loss / {count}).backward()."
+        f"The gradients that updates use are {max(times, 1 / times):g}-fold in the run with {count} backwards, as "
+        f"where the loss of each is not divided by their number: (loss / {count}).backward()."
     )
 
 
