@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradrewrite._compat.optimizers import computes_in_dtype_of_parameters, inside_of, may_read_gradients
 from gradrewrite._utils.formatting import listed
@@ -152,11 +153,11 @@ class UpdateWatch:
 
 
 def _held_by(model: nn.Module) -> list[_Watched]:
-    parameters = [_Watched("param", name, p.detach(), p) for name, p in model.named_parameters()]
-    return [
-        *parameters,
-        *(_Watched("buffer", name, value, may_be_infinite=True) for name, value in model.named_buffers()),
-    ]
+    """Return parameters, then buffers; of lazy modules those that are there."""
+    parameters = [(name, p) for name, p in model.named_parameters() if not is_lazy(p)]
+    buffers = [(name, value) for name, value in model.named_buffers() if not is_lazy(value)]
+    watched = [_Watched("param", name, p.detach(), p) for name, p in parameters]
+    return [*watched, *(_Watched("buffer", name, value, may_be_infinite=True) for name, value in buffers)]
 
 
 def _began(one: _Watched) -> str:

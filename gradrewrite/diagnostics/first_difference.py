@@ -292,7 +292,7 @@ def compare_logs(
     if whole is None:
         runs, place, notes = [_by_number(run) for run in last], last[0].place, []
     else:
-        runs, place, notes = _by_update(whole), "update {}".format, [whole.note]
+        runs, place, notes = _by_update(whole), "update {}".format, [*whole.notes]
         tolerance = TOLERANCE if tolerance is None else tolerance
     ops = {one.name: one for run in reversed(runs) for step in run.values() for one in step.ops}
     seen: tuple[dict[str, int], dict[str, int]] = ({}, {})  # sites of one run alone, with their first step

@@ -6,9 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mode
+from statistics import median, mode
 
 from gradrewrite.diagnostics.run_log import Run, Step, kind_of, loss_series
+from gradrewrite.diagnostics.used_gradients import ROUNDING
 from gradrewrite.sites import AT_GUARD
 
 TOLERANCE = 1e-3  # sums of micro-batches round otherwise than those of the whole batch
@@ -22,7 +23,7 @@ class WholeUpdates:
     """The updates of two runs that split them otherwise."""
 
     runs: tuple[Mapping[int, Step], Mapping[int, Step]]  # by number of the update
-    note: str
+    notes: tuple[str, ...]
 
 
 def whole_updates(a: Run, b: Run) -> WholeUpdates | None:
@@ -45,7 +46,29 @@ def whole_updates(a: Run, b: Run) -> WholeUpdates | None:
         {update: _whole(update, rows, own.get(update)) for update, rows in steps.items()}
         for steps, own in zip(updates, losses, strict=True)
     ]
-    return WholeUpdates((whole[0], whole[1]), note)
+    undivided = _undivided(whole, counts)
+    return WholeUpdates((whole[0], whole[1]), (note, *([undivided] if undivided else [])))
+
+
+def _undivided(whole: Sequence[Mapping[int, Step]], counts: tuple[int, int]) -> str:
+    """Return a sentence on gradients that are larger by the number of backwards, in the first common update."""
+    first = next((update for update in whole[0] if update in whole[1]), None)
+    steps = [] if first is None else [own[first].records for own in whole]
+    pairs = [(a, steps[1].get(address, 0.0)) for address, a in (steps[0] if steps else {}).items() if _is_used(address)]
+    ratios = [b / a for a, b in pairs if 0 < a < math.inf and 0 < b < math.inf]
+    ratio, times = median(ratios or [1.0]), counts[1] / counts[0]
+    if abs(ratio / times - 1) > ROUNDING:
+        return ""
+    count = max(counts)
+    return (
+        f"The gradients that updates use are {max(times, 1 / times):g}-fold in the run with {count} backwards, as "
+        f"where the loss of each is not divided by their number: (loss / {count}).backward()."
+    )
+
+
+def _is_used(address: str) -> bool:
+    record, _, site = address.partition("@")
+    return record in ("norm", "total_norm") and kind_of(site) == "step"
 
 
 def _usual_count(run: Run) -> int:

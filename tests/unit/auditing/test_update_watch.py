@@ -151,6 +151,17 @@ def test_what_began_so_is_no_updates_fault() -> None:
     assert "w infinite in row 4" in cause.text
 
 
+def test_lazy_parameters_are_looked_at_when_they_are_there() -> None:
+    net = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    assert began_with(net) == {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    watch = UpdateWatch(net, optimizer)
+    net(torch.ones(3, 4)).sum().backward()
+    watch.before()
+    optimizer.step()
+    assert watch.after(0) is None
+
+
 @pytest.mark.parametrize(
     ("rows", "text"),
     [

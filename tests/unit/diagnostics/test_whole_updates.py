@@ -47,6 +47,9 @@ def test_a_wrong_accumulation_is_a_difference() -> None:
     assert found.first is not None
     assert not found.is_equal
     assert (found.first.site, found.first.step, found.first.place) == ("step:w", 0, "update 0")
+    assert "4-fold in the run with 4 backwards" in found.notes[1]
+    assert "(loss / 4).backward()" in found.notes[1]
+    assert len(compare_logs(run_of(1), run_of(4, factor=3.0)).notes) == 1
     assert compare_logs(run_of(1), run_of(4, factor=4.0), sites="optimizer:*").is_equal
     assert compare_logs(run_of(1), run_of(4, factor=1.001), tolerance=1e-2).is_equal
     assert not compare_logs(run_of(1), run_of(4, factor=1.001), tolerance=1e-6).is_equal
