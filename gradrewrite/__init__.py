@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from gradrewrite.errors import NonFiniteError as NonFiniteError
     from gradrewrite.errors import NoSuchSiteError as NoSuchSiteError
     from gradrewrite.errors import NotRewrittenError as NotRewrittenError
+    from gradrewrite.errors import Operand as Operand
     from gradrewrite.errors import PolicyError as PolicyError
     from gradrewrite.errors import PrecedingSite as PrecedingSite
     from gradrewrite.errors import RewriteError as RewriteError
     from gradrewrite.errors import RewriteWarning as RewriteWarning
     from gradrewrite.errors import SpikeError as SpikeError
+    from gradrewrite.errors import Story as Story
     from gradrewrite.errors import TraceError as TraceError
     from gradrewrite.errors import UnsupportedGradientError as UnsupportedGradientError
     from gradrewrite.instrumentation.probes import tap as tap
@@ -87,8 +89,8 @@ _PUBLIC = {
     "diagnostics.run_file": "read_jsonl",
     "diagnostics.run_log": "Origin Step",
     "errors": (
-        "CallbackError GraphBreakError NonFiniteError NoSuchSiteError NotRewrittenError PolicyError PrecedingSite "
-        "RewriteError RewriteWarning SpikeError TraceError UnsupportedGradientError"
+        "CallbackError GraphBreakError NonFiniteError NoSuchSiteError NotRewrittenError Operand PolicyError "
+        "PrecedingSite RewriteError RewriteWarning SpikeError Story TraceError UnsupportedGradientError"
     ),
     "instrumentation.probes": "tap",
     "ir.edits": "Edit",

@@ -143,7 +143,7 @@ class PrecedingSite:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that an op read.
+    """A tensor read by an op.
 
     Attributes:
         name: Of the input, parameter or buffer, or ``module/op`` of the op that made it.
@@ -173,7 +173,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """Why and where an op made a non-finite value, what hid it, and what mends it.
+    """The reason, place, cover and remedy of a non-finite value.
 
     Attributes:
         why: What the op was given: ``log of -0.135``; ``""`` if it is not known.
@@ -295,7 +295,7 @@ class NonFiniteError(RewriteError, ArithmeticError):
 
     @property
     def parameter(self) -> str:
-        """The first parameter whose gradient it reaches."""
+        """The first parameter with a gradient that it reaches."""
         return self.story.parameter
 
     @property

@@ -167,7 +167,7 @@ class Cause:
         }
 
     def _story(self) -> dict[str, object]:
-        """Return what is known of a non-finite value."""
+        """Return the parts of a non-finite value's story."""
         operands = [
             {k: words(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(one).items()}
             for one in self.operands

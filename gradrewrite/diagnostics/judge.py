@@ -344,7 +344,7 @@ class Judge:
         return cause_of(told) if told is not None else next((s.failure for s in self.run.steps if s.failure), None)
 
     def op_at_fault(self) -> list[Cause]:
-        """The op behind the first non-finite value, where what it was given explains it.
+        """The op behind the first non-finite value, if it is explained.
 
         An overflow is explained by what made the values grow, as far as that is known.
         """

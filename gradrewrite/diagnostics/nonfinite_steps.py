@@ -111,7 +111,7 @@ def _is_harmless(run: Run, bad: BadStep) -> bool:
 
 
 def _is_in_inputs_alone(run: Run, bad: BadStep) -> bool:
-    """Whether inputs are not finite, and what was recorded of the backward and the loss is."""
+    """Whether inputs alone are not finite, as the records tell."""
     loss = loss_series(run)
     is_finite = loss is None or math.isfinite(loss.by_step.get(bad.step.step, 0.0))
     return is_finite and all(site.startswith("data:") for site in bad.sites) and _is_harmless(run, bad)

@@ -46,11 +46,9 @@ class Trial(tuple[float, ...]):
         if self.skipped:
             parts.append(f"skipped {self.skipped} of {len(self)}")
         if self.is_bad:
-            stops = f"stops in step {len(self) - 1}"
             is_alike = plain is not None and plain.is_bad and len(plain) == len(self)
-            parts.append(
-                f"stops in step {len(self) - 1}, as without it: a clip does not mend NaN" if is_alike else stops
-            )
+            why = "as without it: a clip does not mend NaN" if is_alike else "which is not finite"
+            parts.append(f"stops in step {len(self) - 1}, {why}")
         return "; ".join(parts)
 
     def is_better_than(self, plain: Trial) -> bool:

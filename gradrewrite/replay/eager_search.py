@@ -77,13 +77,15 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         number, self._number = self._number, self._number + 1
         if self.repair is not None:
-            given = _bound(func, args, kwargs) if number == self.repair[0] else None
-            return func(*args, **kwargs) if given is None else func(*self.repair[1](given))
+            if number != self.repair[0]:
+                return func(*args, **kwargs)
+            given = _in_order(func, _bound(func, args, kwargs))
+            return func(*_in_order(func, self.repair[1](given)))
         result = func(*args, **kwargs)
         results = [t for t in tensors_in(result) if _is_real(t)]
         if results:
             reads = [t for t in tensors_in((args, kwargs)) if _is_real(t)]
-            known = (_bound(func, args, kwargs), results, reads, not is_finite(results), number)
+            known = (_in_order(func, _bound(func, args, kwargs)), results, reads, not is_finite(results), number)
             self.calls.append(_Call(_name_of(func), self._module(), _line(), *known))
         return result
 
@@ -142,7 +144,7 @@ class _Search:
         self._makers = {id(t): call for call in calls for t in call.results}  # the last one of a value
 
     def root(self) -> tuple[_Call, Reason | None, EagerRoot] | None:
-        """Return the call at fault, its reason and what is told of it."""
+        """Return the call at fault, its reason and its story."""
         call = None if is_finite(self._loss) else self._origin(self._loss)
         bad_error: Tensor | None = None
         if call is None:
@@ -190,7 +192,7 @@ class _Search:
         return found
 
     def _origin_in_backward(self) -> tuple[_Call | None, Tensor | None]:
-        """Run the backward; return the call whose backward makes the first bad error, and that error."""
+        """Run the backward; return the call behind its first bad error."""
         owners, found = self._owners(), []
 
         def look(node: Any, call: _Call) -> Callable[[Any, Any], None]:
@@ -226,7 +228,7 @@ class _Search:
         return owners
 
     def _covers(self, root: _Call) -> tuple[str, ...]:
-        """Return the ops that read what comes from a call, and are finite."""
+        """Return the finite ops behind a bad call."""
         bad, found = {id(t) for t in root.results if not is_finite(t)}, []
         for call in self._calls[self._calls.index(root) + 1 :]:
             if any(id(t) in bad for t in call.reads):
@@ -261,13 +263,16 @@ def _name_of(func: Any) -> str:
 
 def _bound(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return all arguments in order, with the defaults of a function of Python."""
-    if _name_of(func) in _SWAPPED:
-        args = args[::-1]
     if inspect.isfunction(func):
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         return list(given.arguments.values())
     return [*args, *kwargs.values()]
+
+
+def _in_order(func: Any, args: list[Any]) -> list[Any]:
+    """Put the operands of a reflected operator into their order in the formula, or back."""
+    return args[::-1] if _name_of(func) in _SWAPPED else args
 
 
 def _line() -> str:

@@ -180,7 +180,7 @@ class _Replay(Observing):
         return of_backward + self._op_at(node, None)[0]
 
     def differentiated_op(self, node: fx.Node) -> str:
-        """Return the op whose backward runs a node; ``""`` in the forward."""
+        """Return the differentiated op of a node; ``""`` in the forward."""
         if node.name not in self._replay_graph.backward and node not in self._inner:
             return ""
         return self._op_at(node, None)[0].rpartition("/")[2]
@@ -355,7 +355,7 @@ class _Replay(Observing):
         )
 
     def _growth_before(self, node: fx.Node, call: NotedCall) -> tuple[fx.Node, NotedCall]:
-        """Return the exponential behind an overflow, and what is told of it; the op itself where there is none."""
+        """Return the exponential behind an overflow, else the op itself."""
         todo, seen = [node], {node}
         while todo:
             for read in todo.pop().all_input_nodes:
@@ -389,7 +389,7 @@ class _Replay(Observing):
         return None if call is None or call.reason is None else call.reason.repair
 
     def _story_of(self, node: fx.Node, call: NotedCall | None, reached: Collection[str]) -> Story:
-        """Tell why and where a root is not finite, and what it reaches."""
+        """Return the story of a root."""
         if node.op == "placeholder":
             call = self._note_given(node)
         where, rows = ("", ()) if call is None else call.places(self._sizes)
@@ -411,7 +411,7 @@ class _Replay(Observing):
         )
 
     def _facts_of_batch(self, reason: Reason | None, rows: Sequence[int], given: str) -> Iterator[str]:
-        """Yield what the batch has to do with it."""
+        """Yield the part of the batch in it."""
         if reason is None:
             return
         if given:
@@ -431,7 +431,7 @@ class _Replay(Observing):
         return NotedCall(Reason(kind, ""), (operand_of(self.name_of_value(node), value),), elements, None)
 
     def _first_parameter(self, reached: Collection[str]) -> str:
-        """Return the parameter whose gradient is the first of those that a value reaches."""
+        """Return the first parameter with a gradient among these values."""
         found = [
             (self._order[node], site.name)
             for site, node in self._gradients.items()

@@ -128,7 +128,7 @@ class _Body(Observing):
         return node.name if site is None else f"{site.module}/{site.op}"
 
     def differentiated_op(self, node: fx.Node) -> str:
-        """Return the op whose backward runs a node; ``""`` in the forward."""
+        """Return the differentiated op of a node; ``""`` in the forward."""
         name = self._replayed.name_in_body(node.name)
         site = self._replayed.site_of_op(name, self.iteration)
         return "" if name in self._replayed.of_forward else (node.name if site is None else site.op)

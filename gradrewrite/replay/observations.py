@@ -61,7 +61,7 @@ class Observing(fx.Interpreter):
         raise NotImplementedError
 
     def differentiated_op(self, node: fx.Node) -> str:
-        """Return the op of the forward whose backward runs a node; ``""`` for a node of the forward."""
+        """Return the differentiated op of a node; ``""`` in the forward."""
         raise NotImplementedError
 
     def observed(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of the operands of an op that made a non-finite value: what they hold that it may not be given."""
+"""Checks of operands, for the reason of a non-finite value."""
 
 from __future__ import annotations
 
@@ -141,12 +141,12 @@ def divisor_zero(call: OpCall) -> Found:
 
 
 def kink_of(call: OpCall) -> Tensor:
-    """What a backward divides by, or takes to a negative power."""
+    """The divisor of a backward, or the base of its power."""
     return call.operand(1 if call.op == "div" else 0)
 
 
 def derivative_at_zero(call: OpCall) -> Found:
-    """A forward at 0, whose derivative there is infinite."""
+    """A forward at 0, with an infinite derivative there."""
     where = kink_of(call) == 0
     if not where.any():
         return None
@@ -154,7 +154,7 @@ def derivative_at_zero(call: OpCall) -> Found:
 
 
 def derivative_at_one(call: OpCall) -> Found:
-    """A forward at 1 or -1, whose derivative there is infinite."""
+    """A forward at 1 or -1, with an infinite derivative there."""
     x = kink_of(call)
     where = x.abs() >= 1 if not call.op else x <= 0
     if not where.any():
@@ -163,7 +163,7 @@ def derivative_at_one(call: OpCall) -> Found:
 
 
 def too_large(call: OpCall) -> Found:
-    """An operand whose exponential is beyond its dtype."""
+    """An operand too large for its exponential."""
     x = call.operand(0)
     dtype = call.result.dtype
     largest = math.log(torch.finfo(dtype).max)
@@ -197,7 +197,7 @@ def masked_rows(call: OpCall) -> Found:
 
 
 def masked_attention(call: OpCall) -> Found:
-    """Queries to which a mask leaves no key."""
+    """Queries without a key, by a mask."""
     for x in (*tensors_in(list(call.args[3:])),):
         rows = torch.isneginf(x).all(-1) if x.is_floating_point() else x.logical_not().all(-1)
         if x.dim() >= 2 and rows.any():

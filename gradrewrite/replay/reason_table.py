@@ -288,7 +288,7 @@ def reason_of(call: OpCall) -> Reason | None:
 
 
 def growth_of(call: OpCall) -> Reason | None:
-    """Return the reason of an exponential whose finite result is so large that what is computed from it overflows."""
+    """Return the reason of an exponential with a very large result."""
     result = computable(call.result)
     if call.op not in EXPONENTIALS or not result.numel() or not result.is_floating_point():
         return None

@@ -31,7 +31,7 @@ class EarlierOp:
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of an op whose result is not finite, though nothing faulty came in.
+    """A call of an op with a non-finite result of its own.
 
     Attributes:
         op: Its name, that of the operator without namespace, overload and underscores: ``softmax``.
@@ -52,12 +52,12 @@ class OpCall:
         value = self.args[number] if number < len(self.args) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             return torch.tensor(value, dtype=torch.float64)
-        return computable(value) if isinstance(value, Tensor) and not value.is_complex() else torch.empty(0)
+        return computable(value.detach()) if isinstance(value, Tensor) and not value.is_complex() else torch.empty(0)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The operands with a fraction."""
-        return [computable(t) for t in tensors_in(list(self.args)) if t.is_floating_point() and t.numel()]
+        return [computable(t.detach()) for t in tensors_in(list(self.args)) if t.is_floating_point() and t.numel()]
 
     @property
     def is_bad(self) -> Tensor:
@@ -95,7 +95,7 @@ Found = tuple[str, "Tensor | None"] | None  # the reason, and where; None if it 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: ops, what they may not be given, and what mends it.
+    """A row of the table: ops, a check, and the remedy.
 
     ``of`` are ops of the forward: the row is about what their backward runs. Without it a row holds in both.
     """

@@ -1,4 +1,4 @@
-"""Repairs of arguments, to try what is advised against a non-finite value."""
+"""Repairs of arguments, to try an advice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def not_zero(x: Tensor) -> Tensor:
 
 
 def bounded(x: Tensor) -> Tensor:
-    """Bound what exp is given."""
+    """Bound the operand of an exponential."""
     limit = min(20.0, math.log(torch.finfo(x.dtype).max) / 2)
     return x.clamp(-limit, limit)
 
@@ -72,6 +72,6 @@ def open_mask(args: Arguments) -> Arguments:
 
 
 def kink_moved(args: Arguments) -> Arguments:
-    """Replace zeros of what a backward divides by."""
+    """Replace zeros in the divisor of a backward."""
     number = 1 if len(args) > 1 and isinstance(args[1], Tensor) else 0
     return changed(number, not_zero)(args)

@@ -155,7 +155,7 @@ def _root_text(root: RootCause) -> str:
 
 
 def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> bool:
-    """Whether the step is finite where the advice is followed: at the ops, or at what they read."""
+    """Whether the advice mends the step, at ops or operands."""
     if not any(root.repair for found in results for root in found.roots):
         return False
     return any(
