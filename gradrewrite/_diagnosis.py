@@ -674,7 +674,7 @@ class _Run:
         if math.isnan(clip):
             return found
         if self._watch is None or not self._watch.may_clip:
-            return replace(found, remarks=(*remarks, _no_clip(clip)))
+            return replace(found, remarks=(*remarks, _no_clip(clip, is_trained=self._watch is not None)))
         return replace(found, clip=clip, used=self._watch.norms)
 
 
@@ -825,7 +825,9 @@ def _remarks(model: RewrittenModule) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _no_clip(clip: float) -> str:
+def _no_clip(clip: float, *, is_trained: bool) -> str:
+    if not is_trained:
+        return f"clip={clip:g} was not compared: without optimizer= nothing is updated."
     return (
         f"clip={clip:g} was not compared: gr.diagnose calls optimizer.step() itself, and this optimizer has neither a "
         f"step pre-hook nor a step of its own that clips; monitor.diagnose(clip={clip:g}) judges a training of yours."

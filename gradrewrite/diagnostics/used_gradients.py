@@ -85,7 +85,7 @@ def clip_causes(run: Run, clip: float, used: Mapping[int, float]) -> list[Cause]
         )
         rules = (f'gr.on("step:*", ClipByGlobalNorm({clip:g}))',)
         figures = {"clip": clip, "largest": most, "above": len(above), "updates": len(used)}
-        return [Cause("update", "", "", most / clip, min(above), text, advice, rules, figures)]
+        return [Cause("update", "", "", most / clip, min(above), text, advice, rules, figures=figures)]
     logs = {step: math.log2(clip / norm) for step, norm in used.items() if norm > 0}
     exact = {step: round(log) for step, log in logs.items() if abs(log - round(log)) <= math.log2(1 + ROUNDING)}
     scaled = {step: log for step, log in exact.items() if log >= LEAST_SCALE}

@@ -105,7 +105,9 @@ def _unexplained(run: Run, judged: Judge) -> Cause:
 
 
 def _with_figures(cause: Cause, findings: Sequence[Cause]) -> Cause:
-    """Return a cause with the figures of the finding that tells the same."""
+    """Return a cause with its figures, or those of the finding that tells the same."""
+    if cause.figures:
+        return cause
     figures = {} if math.isnan(cause.factor) else {"factor": cause.factor}
     return replace(cause, figures=next((one.figures for one in findings if _is_told(one, cause)), figures))
 

@@ -421,6 +421,8 @@ def test_diagnose_compares_the_gradients_that_the_optimizer_used() -> None:
     plain = gr.diagnose(Noisy(), batches, optimizer=lambda p: torch.optim.Adam(p, lr=3e-2), clip=1.0)
     assert plain.causes == ()
     assert any("clip=1" in remark for remark in plain.remarks)
+    untrained = gr.diagnose(Noisy(), batches, clip=1.0)
+    assert any("without optimizer=" in remark for remark in untrained.remarks)
     with pytest.raises(ValueError, match="clip is a number > 0"):
         gr.diagnose(Noisy(), batches, clip=0.0)
 

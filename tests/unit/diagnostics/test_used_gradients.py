@@ -51,6 +51,7 @@ def test_a_clip_that_is_exceeded() -> None:
     )
     assert cause.rules == ('gr.on("step:*", ClipByGlobalNorm(1))',)
     assert health.verdict.causes == (cause,)
+    assert cause.figures == {"clip": 1.0, "largest": 37.2, "above": 2, "updates": 4}
 
 
 @given(seed=st.integers(0, 10**6), clip=st.floats(1e-3, 1e3), number=st.integers(1, 60))
