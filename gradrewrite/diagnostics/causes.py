@@ -172,7 +172,7 @@ class Cause:
             {k: words(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(one).items()}
             for one in self.operands
         ]
-        found = {"operands": operands, "indices": self.indices, "parameter": self.parameter}
+        found: dict[str, object] = {"operands": operands, "indices": self.indices, "parameter": self.parameter}
         found |= {"cover": list(self.cover), "roots": list(self.roots), "is_explained": self.is_explained}
         return {name: value for name, value in found.items() if value}
 

@@ -93,7 +93,7 @@ class _Recorder(TorchFunctionMode):
         """Return the name of the innermost module that is running."""
         frame = sys._getframe(2)
         while frame is not None:
-            name = self._names.get(id(frame.f_locals.get("self")))
+            name: str | None = self._names.get(id(frame.f_locals.get("self")))
             if name is not None:
                 return name
             frame = frame.f_back  # type: ignore[assignment]
@@ -193,7 +193,8 @@ class _Search:
 
     def _origin_in_backward(self) -> tuple[_Call | None, Tensor | None]:
         """Run the backward; return the call behind its first bad error."""
-        owners, found = self._owners(), []
+        owners = self._owners()
+        found: list[tuple[_Call, Tensor]] = []
 
         def look(node: Any, call: _Call) -> Callable[[Any, Any], None]:
             def hook(made: Any, given: Any) -> None:

@@ -175,7 +175,7 @@ class _Replay(Observing):
             return node.name if known is None else known.name
         site = self._replay_graph.activations.get(self._numbers.get(node, -1))
         if site is not None:
-            return site.output_of or f"{site.module}/{site.op}"
+            return site.name
         of_backward = "the backward of " if node.name in self._replay_graph.backward else ""
         return of_backward + self._op_at(node, None)[0]
 

@@ -33,7 +33,7 @@ STORY = Story(
 
 def failure(story: Story = STORY, **given: object) -> NonFiniteError:
     site = Site("activation", "/log", op="log", shape=(3, 4), dtype=torch.float32)
-    return NonFiniteError(site, percent=25.0, op="/log", source=LINE, step=7, story=story, **given)  # type: ignore[arg-type]
+    return NonFiniteError(site, percent=25.0, op="/log", source=LINE, step=7, story=story, **given)
 
 
 def test_the_error_tells_the_story() -> None:
