@@ -229,8 +229,7 @@ class _Replay(Observing):
         is_expected, given = fake_tensors.is_mask(value) and is_added(node), ""
         if not is_expected and known.role == "input" and not has_nan(value):
             self._result.has_given_infinities = True
-            sign = "-inf" if not torch.isposinf(value).any() else "infinite"
-            is_expected, given = self._expects_infinities, f"{known.name} is {sign}"
+            is_expected, given = self._expects_infinities, known.name
         return ValueState(not is_expected, is_expected, overwritten, given=given)
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -334,6 +333,9 @@ class _Replay(Observing):
         order, is_forward = self._place_of(node, inside)
         if inside is not None and is_forward:
             reached.add(self._call_of(node, inside).name)
+        given = self.states[node].given
+        if inside is None and given and (call is None or call.reason is None):  # a matrix product mixes all
+            node = origin = next(n for n in self._batch if self._replay_graph.inputs[n.name].name == given)
         op, source = self._op_at(origin, inside) if node.op != "placeholder" else ("", "")
         return RootCause(
             is_again=not is_forward
@@ -414,9 +416,9 @@ class _Replay(Observing):
         """Yield the part of the batch in it."""
         if reason is None:
             return
-        if given:
-            yield f"{given} there"
         batch = {self._replay_graph.inputs[node.name].name: self._given[node][0] for node in self._batch}
+        if given in batch:
+            yield f"{given} is {'infinite' if torch.isposinf(batch[given]).any() else '-inf'} there"
         if label := common_value(batch, rows):
             yield f"where {label}"
         if reason.is_too_large and (column := large_column(batch)):

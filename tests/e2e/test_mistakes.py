@@ -480,7 +480,7 @@ MISTAKES = {
         lambda: model().trace(OBSERVED), TypeError, r"a policy is given to gr\.transform"
     ),
     "model: gradient penalty": Mistake(
-        _gradient_penalty, errors.TraceError, r"gradients of gradients.*torch\.func\.grad"
+        _gradient_penalty, errors.TraceError, r"gradients of gradients.*torch\.autograd\.grad"
     ),
     "model: transform around": Mistake(
         _transform_around, errors.GraphBreakError, r"inside of the model's forward.*model\.original"

@@ -29,7 +29,8 @@ CAUSES = {
 FINDINGS = {
     "learning rate too high": "learning rate: The norm of the gradients grew ",
     "learning rate NaN (schedule)": "faulty learning rate: The learning rate of optimizer:0 is NaN in step 11",
-    "input: NaN in one batch": "faulty input: An input of the model is not finite: data:images (64 elements)",
+    "input: NaN in one batch": "non-finite op: step 5: first non-finite: activation:conv, 3.12 % of 16384 elements, "
+    "the input images was not finite already: NaN at row 3;",
 }
 BACKWARD = ("gradient blows up", "backward of sqrt at 0", "backward of sqrt behind where")
 
