@@ -14,12 +14,13 @@ _LOOK_BEFORE = "Look at what that value is computed from."
 def cause_of(failure: NonFiniteError) -> Cause:
     """Return a failure as a cause."""
     story = failure.story
+    text = failure.told if story.why else failure.with_window
     return Cause(
         "non-finite op",
         str(failure.site),
         failure.source,
         step=failure.step,
-        text=f"{failure.told if story.why else failure.with_window}.",
+        text=f"{text if failure.op or failure.cause or not failure.note else f'{text}; {failure.note}'}.",
         advice=f"{story.advice or _advice_without_reason(failure)}{_TRIED * story.is_tried}",
         operands=story.operands,
         indices=story.indices,
