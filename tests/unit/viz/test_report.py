@@ -188,6 +188,6 @@ def test_a_monitor_that_can_replay_names_the_op() -> None:
     model(torch.ones(2, 2)).backward()
 
     report = viz.report(model.monitor)
-    assert report.health.verdict.kind == "non-finite"
+    assert report.health.verdict.kind == "non-finite op"
     assert "sqrt" in report.cause
     assert viz.report(model.monitor.steps()).cause == ""
