@@ -13,6 +13,7 @@ from gradrewrite._utils.files import written_whole
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.ranks import examine_ranks, first_bad_of, read_ranks
+from gradrewrite.diagnostics.trials import lines_of
 from gradrewrite.diagnostics.used_gradients import checked_clip
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.viz._curves import baselines_of, is_monitor, name_of, steps_of
@@ -82,7 +83,8 @@ class Report:
         run = self.health.run
         panels = [*([trials_of(self.trials)] if self.trials else []), *panels_of(run, self.baselines)]
         name = self.baselines[0].name if self.baselines else ""
-        tabs = report_tabs(self.health, panels, baseline=name, cause=self.cause, note=self.note, audit=self.audit)
+        texts = {"cause": self.cause, "note": self.note, "audit": self.audit}
+        tabs = report_tabs(self.health, panels, baseline=name, **texts, trials=lines_of(self.trials))
         return write_page(
             self.title,
             run=run,
