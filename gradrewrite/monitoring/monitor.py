@@ -502,7 +502,8 @@ class Monitor:
             failure = find_anywhere(record.step, record.checked_graphs())
             if failure is None:
                 return None
-            record.failure = numbered(failure, record)
+            if failure.op or failure.cause or record.failure is None:  # else it can no longer be replayed
+                record.failure = numbered(failure, record)
             return record.failure
 
     def culprits(self, k: int = 5) -> Culprits:

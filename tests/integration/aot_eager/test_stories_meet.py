@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradrewrite as gr
+from gradrewrite import viz
 from gradrewrite.passes import CheckFinite, ClipByNorm
 
 RAISE = gr.on("gradient:*", CheckFinite())
@@ -97,3 +98,61 @@ def test_a_weight_is_not_taken_for_sequences(is_rolled: bool) -> None:
     with pytest.raises(gr.NonFiniteError) as raised:
         gr.transform(Model(), policy)(torch.rand(3, 5, 4)).backward()
     assert (raised.value.indices, raised.value.rows) == ("row 0, column 0", ())
+
+
+class Hidden(nn.Module):
+    """Its gradient is NaN, and its loss is not, where an input is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(self.w * x).sum()
+
+
+def trained(*, asks: bool) -> nn.Module:
+    """Train until step 2 is not finite, with its update."""
+    model = gr.transform(Hidden(), gr.on("gradient:*", CheckFinite("record")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.ones(3, 4)
+        x[1, 2] = 0.0 if step == 2 else 1.0
+        loss = model(x)
+        loss.backward()
+        model.monitor.log("loss", loss)
+        if asks:
+            model.monitor.diagnose()
+        optimizer.step()
+    return model
+
+
+def test_what_was_replayed_is_kept_when_it_can_be_no_longer() -> None:
+    model = trained(asks=True)
+    monitor = model.monitor
+    first = monitor.diagnose()[0]
+    report = viz.report(monitor)
+
+    assert "sqrt at 0" in first.text
+    assert (report.health.verdict.causes[0], monitor.diagnose()[0]) == (first, first)
+    assert "sqrt at 0" in report.cause
+    assert "sqrt at 0" in str(monitor.failure(anywhere=True))
+
+
+def test_what_cannot_be_replayed_says_so() -> None:
+    model = trained(asks=False)
+    monitor = model.monitor
+    first = monitor.diagnose()[0]
+
+    assert "the step could not be replayed: parameter w was overwritten since the forward" in first.text
+    assert "right after such a backward, before its update" in first.advice
+    assert "could not be replayed" in viz.report(monitor).cause
+
+
+def test_records_tell_of_a_model_that_is_gone() -> None:
+    monitor = trained(asks=False).monitor
+    report = viz.report(monitor)
+
+    assert report.cause == ""
+    assert "is at gradient:w" in report.health.verdict.text
+    assert "Right after such a step" in report.health.verdict.advice
