@@ -330,7 +330,7 @@ class Attachment:
 
     @property
     def _number(self) -> int:
-        """The number of the last backward, whose record may be still to come."""
+        """The number of the last backward, with or without a record."""
         return recorder_of(self.monitor).num_steps - self._has_new_record
 
     def _is_first_bad(self) -> bool:

@@ -271,7 +271,7 @@ class _Replay(Observing):
         self.states[node] = merged(found.results)
 
     def _name_of_argument(self, node: fx.Node) -> str:
-        """Return the name of a loop's argument, which stacks or selects it by ops of its own."""
+        """Return the name of a loop's argument, before the loop's own stacking."""
         known = self._replay_graph
         while node.op != "placeholder" and known.activations.get(self._numbers.get(node, -1)) is None:
             if len(node.all_input_nodes) != 1 or node.name in known.backward:
