@@ -227,6 +227,7 @@ def diagnose(
         first = next(iter(stream))
         stream = stream if isinstance(stream, list) else itertools.chain([first], stream)
         monitor, losses, evidence = train(stream, observe)
+        evidence = train.with_remedies(monitor, evidence)
         audited, remarks = train.audited(first)
         faults = () if audited is None else tuple(map(with_line, audited.causes))
         evidence = replace(evidence, audited=faults, remarks=(*evidence.remarks, *remarks))
@@ -376,6 +377,7 @@ class _Trainer:
     compile: bool
     clip: float = math.nan  # to which the optimizer clips
     graph: JointGraph | None = None  # of the training that was observed
+    failed: tuple[_Run, Any, list[Any]] | None = None  # with the batch that is not finite, and those behind it
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer's groups, in place of its own
 
     def audited(self, batch: Any) -> tuple[Audit | None, list[str]]:
@@ -433,9 +435,20 @@ class _Trainer:
             if policy is observe:
                 self.graph = run.graph
             if has_failed:
-                following = list(itertools.islice(batches, _MOST_FOLLOWING))
-                evidence = replace(evidence, remedies=run.remedies(batch, following))
+                self.failed = run, batch, list(itertools.islice(batches, _MOST_FOLLOWING))
         return monitor, Trial(run.losses, monitor.skipped, is_bad=is_bad), evidence
+
+    def with_remedies(self, monitor: Monitor, evidence: Evidence) -> Evidence:
+        """Add the rules that help against an op at fault, and let go of the copy that failed."""
+        failed, self.failed = self.failed, None
+        if failed is None or not any(
+            cause.kind == "non-finite op" for cause in examine(monitor.steps(), evidence=evidence).verdict.causes
+        ):
+            return evidence
+        run, batch, following = failed
+        with kept_random_state(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RewriteWarning)
+            return replace(evidence, remedies=run.remedies(batch, following))
 
     def tried(self, batches: Iterable[Any], policy: Policy, name: str, **settings: Any) -> Trial:
         """Train one copy with a policy, and with other settings of the optimizer; return its losses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -16,7 +17,7 @@ from gradrewrite.diagnostics.doctor import DEAD, dead, saturated
 from gradrewrite.diagnostics.failures import cause_of
 from gradrewrite.diagnostics.growth import LARGE_JUMP, Chain, are_neighbors, chains_of, factor_of, judged_steps
 from gradrewrite.diagnostics.nonfinite_steps import failure_in, harmful_steps, skips_updates
-from gradrewrite.diagnostics.run_log import Run, Step, is_group, loss_series, rule_of
+from gradrewrite.diagnostics.run_log import Run, Series, Step, is_group, loss_series, rule_of
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
 from gradrewrite.errors import NonFiniteError
 from gradrewrite.sites import Site
@@ -31,6 +32,8 @@ UNDERFLOW = 0.9  # share of zeros in float16
 LOW_CLIP = 0.3  # median factor of a clip that always acts
 STRONG_CLIP = 0.2  # median factor of a clip that hides one layer, over that of the clips of other errors
 WIDE = 1e30  # a dtype beyond it: what overflows there has exploded
+LARGEST_BOUND = 1e6  # of a suggested clip, times the smallest usual norm of a site, or times 1
+_BOUND = re.compile(r"ClipBy\w+\((\d[\d.e+-]*)\)")
 _NEAR = 3  # steps around a spike
 
 
@@ -159,7 +162,13 @@ class Judge:
         return ""
 
     def causes(self) -> tuple[Cause, ...]:
-        """Return the causes, the gravest first."""
+        """Return the causes, the gravest first, without bounds that bound nothing."""
+        sizes = [median(finite) for one in self.run.series.values() if (finite := _norms_of(one))]
+        most = LARGEST_BOUND * max(min(sizes, default=1.0), 1.0)
+        found = self._causes()
+        return tuple(replace(one, rules=tuple(r for r in one.rules if not _bound_in(r) > most)) for one in found)
+
+    def _causes(self) -> tuple[Cause, ...]:
         found = [*self.update(), *self.op_at_fault()]
         is_explained = bool(found)
         found = found or self.bad_batch()
@@ -402,6 +411,17 @@ def _has_exploded(update: Cause) -> bool:
 
 def _steps(number: int) -> str:
     return f"{number} step{'s' * (number != 1)}"
+
+
+def _norms_of(series: Series) -> list[float]:
+    is_size = series.record == "norm" and series.at.kind in ("error", "gradient")
+    return [value for value in series.values if is_size and 0 < value < math.inf]
+
+
+def _bound_in(rule: str) -> float:
+    """Return the bound of a clip in a rule; NaN without one."""
+    found = _BOUND.search(rule)
+    return float(found[1]) if found else math.nan
 
 
 def _layer(site: str) -> str:

@@ -68,9 +68,10 @@ def failure_in(run: Run) -> Cause | None:
 
     A step that was explained before others were finite has harmed nothing (a loss scale, an error that was caught).
     """
-    begins = _bad_beginnings(run) or [step for step in run.steps if step.failure is not None]
-    if not begins:
+    explained = [step for step in run.steps if step.failure is not None]
+    if not explained:
         return None
+    begins = _bad_beginnings(run) or explained
     is_over = skips_updates(run) or (begins[0].failure is not None and begins[-1].failure is not None)
     return begins[-1 if is_over else 0].failure
 

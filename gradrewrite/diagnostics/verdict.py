@@ -77,6 +77,7 @@ def judge(
     told = [cause for cause in causes if traits_of(cause.kind).told_as is None]
     told += [cause for cause in causes if cause.kind == "non-finite op" and failure and not faulty]
     rest = [one for one in findings if one not in faulty and not any(_is_told(one, cause) for cause in told)]
+    rest = [one for one in rest if not (is_replayed and traits_of(one.kind).is_non_finite)]
     rest = [] if judged.learns else [one for one in rest if one.site or not told]  # a loss: the outcome tells of it
     faults = [*faulty, *(_with_figures(cause, findings) for cause in told), *rest]
     is_short = len(run.steps) < MIN_CLIP_STEPS

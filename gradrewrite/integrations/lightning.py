@@ -167,8 +167,9 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
 
     In ``default_root_dir`` are ``run.jsonl``, with all records as they come, and ``run.html``, the page about the
     training, when it has ended or failed. If it ends by an error, or with values that are not finite, ``diagnosis.txt``
-    says why: the first such step is replayed before its update, on the CPU. A training that is resumed appends to ``run.jsonl``; else that of the training before becomes
-    ``run.previous.jsonl``. On several ranks each has a ``run.rank0.jsonl``, and the first writes the page.
+    says why: on the CPU the first such step is replayed before its update. A training that is resumed appends to
+    ``run.jsonl``; else that of the training before becomes ``run.previous.jsonl``. On several ranks each has a
+    ``run.rank0.jsonl``, and the first writes the page.
 
     What the actions remember (``gr.State``, ``AutoClip``, schedules) is part of the Trainer's checkpoints, and is there
     again after ``fit(..., ckpt_path=...)``.

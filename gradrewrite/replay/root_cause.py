@@ -107,6 +107,8 @@ def _from_replays(
     story = _story(roots[0][2], [entry[2] for entry in roots[1:]], _mends(graphs, results))
     seen = sorted(((position(n, s), n, s) for n, e in enumerate(results) for s in e.seen), key=lambda entry: entry[0])
     bad = [(n, s) for _, n, s in seen if s.percent > 0]
+    first_gradient = next((s.site.name for _, s in bad if s.site.kind == "gradient"), "")
+    story = replace(story, parameter=story.parameter or first_gradient)
     behind = [(n, s) for n, s in bad if n == number and position(n, s) >= position(n, root)]
     first = next(((n, s) for n, s in behind if s.node in root.reached), None)
     if first is None:  # what failed is no site of its own, or other actions have hidden it since
