@@ -36,7 +36,7 @@ from gradrewrite.diagnostics.health import Health, examine, without_rules
 from gradrewrite.diagnostics.judge import KEEP_ZEROS, SKIP, Evidence, Remedy
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
 from gradrewrite.diagnostics.run_log import last_run
-from gradrewrite.diagnostics.trials import Trial
+from gradrewrite.diagnostics.trials import Trial, lines_of
 from gradrewrite.diagnostics.used_gradients import checked_clip
 from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
@@ -104,8 +104,7 @@ class Diagnosis:
         if self.health is not None and self.causes:
             parts += [f"What to change: {self.health.verdict.advice}", *([self.policy] if self.policy else [])]
         parts += [f"{cause.kind}: {cause.text}" for cause in self.causes[1:]]
-        plain = self.trials.get(AS_IT_IS)
-        parts += [f"{name}: {one.text(None if one is plain else plain)}" for name, one in self.trials.items()]
+        parts += lines_of(self.trials)
         return "\n".join([*parts, *(f"remark: {text}" for text in self.remarks)])
 
     def render(self, path: str | os.PathLike[str]) -> str:

@@ -13,8 +13,10 @@ from gradrewrite._utils.files import written_whole
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.ranks import examine_ranks, first_bad_of, read_ranks
+from gradrewrite.diagnostics.trials import lines_of
 from gradrewrite.diagnostics.used_gradients import checked_clip
 from gradrewrite.ir.joint_graph import JointGraph
+from gradrewrite.monitoring.monitor import recorder_of
 from gradrewrite.viz._curves import baselines_of, is_monitor, name_of, steps_of
 from gradrewrite.viz._draw import draw, evidence_of
 from gradrewrite.viz._panels import Baseline, panels_of, trials_of
@@ -82,7 +84,8 @@ class Report:
         run = self.health.run
         panels = [*([trials_of(self.trials)] if self.trials else []), *panels_of(run, self.baselines)]
         name = self.baselines[0].name if self.baselines else ""
-        tabs = report_tabs(self.health, panels, baseline=name, cause=self.cause, note=self.note, audit=self.audit)
+        texts = {"cause": self.cause, "note": self.note, "audit": self.audit}
+        tabs = report_tabs(self.health, panels, baseline=name, **texts, trials=lines_of(self.trials))
         return write_page(
             self.title,
             run=run,
@@ -171,8 +174,9 @@ def _report_of_ranks(
 
 
 def _cause(source: Source, health: Health) -> str:
-    """Return the root cause of a failure that a monitor can still replay: one of the last step."""
-    if health.first_bad is None or health.first_bad[1] < health.run.steps[-1].step or not is_monitor(source):
+    """Return the root cause of the first step that is not finite, if a monitor has replayed it."""
+    if health.first_bad is None or not is_monitor(source):
         return ""
-    failure = source.failure(anywhere=True)
+    records = (record for record in recorder_of(source).records if record.step == health.first_bad[1])
+    failure = next((record.failure for record in records), None)
     return "" if failure is None else str(failure)

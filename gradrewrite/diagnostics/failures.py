@@ -10,16 +10,21 @@ from gradrewrite.errors import NonFiniteError, Operand
 _TRIED = " Tried in a replay of that step: all its values are finite then."
 _LOOK_BEFORE = "Look at what that value is computed from."
 
+_ASK_EARLIER = (
+    "Ask monitor.failure(anywhere=True), or monitor.diagnose(), right after such a backward, before its update."
+)
+
 
 def cause_of(failure: NonFiniteError) -> Cause:
     """Return a failure as a cause."""
     story = failure.story
+    text = failure.told if story.why else failure.with_window
     return Cause(
         "non-finite op",
         str(failure.site),
         failure.source,
         step=failure.step,
-        text=f"{failure.told if story.why else failure.with_window}.",
+        text=f"{text if failure.op or failure.cause or not failure.note else f'{text}; {failure.note}'}.",
         advice=f"{story.advice or _advice_without_reason(failure)}{_TRIED * story.is_tried}",
         operands=story.operands,
         indices=story.indices,
@@ -59,4 +64,6 @@ def _operand_of_json(data: Any) -> Operand:
 def _advice_without_reason(failure: NonFiniteError) -> str:
     if failure.source:
         return KINDS["non-finite op"].advice
+    if "could not be replayed" in failure.note:
+        return _ASK_EARLIER
     return _LOOK_BEFORE if failure.cause else f"Look at the values that {failure.op or failure.site} reads."

@@ -16,7 +16,7 @@ from gradrewrite.diagnostics.comparison import comparable_sizes, loss_of, mean_o
 from gradrewrite.diagnostics.doctor import DEAD, dead, saturated
 from gradrewrite.diagnostics.failures import cause_of
 from gradrewrite.diagnostics.growth import LARGE_JUMP, Chain, are_neighbors, chains_of, factor_of, judged_steps
-from gradrewrite.diagnostics.nonfinite_steps import harmful_steps, skips_updates
+from gradrewrite.diagnostics.nonfinite_steps import failure_in, harmful_steps, skips_updates
 from gradrewrite.diagnostics.run_log import Run, Series, Step, is_group, loss_series, rule_of
 from gradrewrite.diagnostics.site_health import SiteHealth, percent
 from gradrewrite.errors import NonFiniteError
@@ -350,7 +350,7 @@ class Judge:
     def failure(self) -> Cause | None:
         """The first non-finite value, where a replay has found its op."""
         told = self.evidence.failure
-        return cause_of(told) if told is not None else next((s.failure for s in self.run.steps if s.failure), None)
+        return cause_of(told) if told is not None else failure_in(self.run)
 
     def op_at_fault(self) -> list[Cause]:
         """The op behind the first non-finite value, if it is explained.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.run_log import (
     BACKWARD,
     COUNTS,
@@ -51,6 +52,36 @@ def harmful_steps(run: Run) -> list[BadStep]:
         else:
             found.append(one)
     return found
+
+
+def first_bad_step(run: Run, *, skips: bool = False) -> Step | None:
+    """Return the first non-finite step, by records or loss.
+
+    Where such updates are skipped (``skips``, or by the records) it is the first of the last such steps in a row.
+    """
+    begins = _bad_beginnings(run)
+    return None if not begins else begins[-1] if skips or skips_updates(run) else begins[0]
+
+
+def failure_in(run: Run) -> Cause | None:
+    """Return the recorded failure of the first non-finite step, never that of a later one.
+
+    A step that was explained before others were finite has harmed nothing (a loss scale, an error that was caught).
+    """
+    explained = [step for step in run.steps if step.failure is not None]
+    if not explained:
+        return None
+    begins = _bad_beginnings(run) or explained
+    is_over = skips_updates(run) or (begins[0].failure is not None and begins[-1].failure is not None)
+    return begins[-1 if is_over else 0].failure
+
+
+def _bad_beginnings(run: Run) -> list[Step]:
+    """Return the non-finite steps behind a finite one, or none."""
+    loss, bad = loss_series(run), {one.step.step for one in harmful_steps(run)}
+    bad.update(step for step, value in (loss.by_step.items() if loss else ()) if not math.isfinite(value))
+    is_bad = [step.step in bad for step in run.steps]
+    return [step for step, own, before in zip(run.steps, is_bad, [False, *is_bad], strict=False) if own and not before]
 
 
 def is_in_errors_alone(run: Run, bad: BadStep) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from gradrewrite.diagnostics.causes import words
 from gradrewrite.diagnostics.comparison import mean_of
@@ -57,6 +57,13 @@ class Trial(tuple[float, ...]):
         if self.is_bad or plain.is_bad:
             return plain.is_bad and len(self) > len(plain)
         return self.end < plain.end
+
+
+def lines_of(trials: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return a line on each trial; the first is the one without a policy."""
+    found = {name: one if isinstance(one, Trial) else Trial(one) for name, one in trials.items()}
+    plain = next(iter(found.values()), None)
+    return [f"{name}: {one.text(None if one is plain else plain)}" for name, one in found.items()]
 
 
 def _trial(losses: Iterable[float], skipped: int, is_bad: bool) -> Trial:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._diagnosis import failure_in_step, last_failure, observe, with_line
+from gradrewrite._diagnosis import failure_in_step, last_failure, name_break, observe, with_line
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.warnings import warn
 from gradrewrite.auditing.findings import Audit
@@ -28,7 +29,7 @@ from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.backends.traced_step import TrainingStep
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
-from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
+from gradrewrite.diagnostics.nonfinite_steps import first_bad_step, harmful_steps, skips_updates
 from gradrewrite.diagnostics.run_log import last_run
 from gradrewrite.diagnostics.stacked_records import summed_up
 from gradrewrite.diagnostics.used_gradients import used_norms
@@ -55,6 +56,7 @@ T = TypeVar("T")
 _CLIPS = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
 _MOST_EXPLAINED = 3  # losses, each by a run that is traced anew
 _LOSS = (RecordKey.of("loss", "run"),)
+UNEXPLAINED = "the step could not be run again to explain it"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Attachment:
         self._last: dict[str, Any] = {}  # of the last one
         self._first_failure: NonFiniteError | None = None  # of the first step that was not finite
         self._scaler: torch.amp.GradScaler | None = None
+        self._was_bad = False  # the last step was not finite
 
     def attach(
         self,
@@ -143,7 +146,8 @@ class Attachment:
         self._num_rows = self._num_logged = self._files.first_step
         self._losses.clear()
         self.graph = self._judged = self._first_failure = self.audited = None
-        self._has_audited = False
+        self._has_audited = self._was_bad = False
+        self._num_explained = 0
         self._one_optimizer = optimizers[0] if len(optimizers) == 1 else None
         atexit.register(self._end_at_exit)
 
@@ -216,10 +220,10 @@ class Attachment:
         steps = self._files.steps()
         failure = error if isinstance(error, NonFiniteError) else None
         run, remark = last_run(steps), ""
-        bad = harmful_steps(run)
-        if self._first_failure is not None:
+        first = first_bad_step(run, skips=self._scaler is not None) if run.steps else None
+        if self._first_failure is not None and first is not None and self._first_failure.step == first.step:
             failure = self._first_failure
-        elif failure is None and bad and bad[0].step is run.steps[-1]:
+        elif failure is None and first is not None and first is run.steps[-1]:
             failure, remark = last_failure(self.monitor)
         state = state_of(self._model)
         graphs = state.session.graphs.explanation().graphs if state is not None else ()
@@ -283,37 +287,77 @@ class Attachment:
             error.args = found.args
             vars(error).update(vars(found))
 
-    def explain_first(
-        self, is_finite: bool, repeated: Callable[[], tuple[TrainingStep, Any, RandomState]] | None = None
-    ) -> None:
-        """Find the op behind the first step that is not finite; nothing waits for the device without a new record.
+    def is_first_bad(self, is_finite: bool) -> bool:
+        """Return whether the last step is the first that is not finite, and is to be explained before its update.
 
-        A GradScaler makes such steps on purpose: then it is the first of the last ones.
+        Nothing waits for the device without a new record of a check. Where such steps are skipped, as by a GradScaler,
+        which makes them on purpose, it is the first of the last ones in a row.
 
         Args:
             is_finite: Whether the loss is.
+        """
+        was_bad, self._was_bad = self._was_bad, not is_finite or self._last_is_bad()
+        if was_bad or not self._was_bad or self._model is None or self._num_explained >= _MOST_EXPLAINED:
+            return False
+        self._num_explained += 1
+        return self._is_first_bad()
+
+    def explain_first(self, repeated: Callable[[], tuple[TrainingStep, Any, RandomState]] | None = None) -> None:
+        """Find the op behind the last step.
+
+        Args:
             repeated: Returns the step, its batch and its random state, to run it again with the loss; None if it
                 cannot be.
         """
         state = state_of(self._model)
-        if is_finite and not self._last_is_bad():
-            self._first_failure = self._first_failure if self._scaler is None else None
-        elif state is not None and self._first_failure is None and self._num_explained < _MOST_EXPLAINED:
-            self._num_explained += 1
-            failure = self._first_failure = last_failure(self.monitor)[0]  # which it stays, if the run fails
-            if repeated is not None:
-                step, batch, random = repeated()
-                self._first_failure = failure_in_step(failure, state.original, step, batch, random)
-            if self._first_failure is not None:
-                note_failure(self.monitor, self._first_failure)
+        assert state is not None
+        failure = last_failure(self.monitor)[0] if self._has_new_record else None
+        self._first_failure = failure  # which it stays, if the run fails
+        if repeated is not None:
+            step, batch, random = repeated()
+            found = failure_in_step(failure, state.original, step, batch, random)
+            if failure is None and found is not None:
+                found.step = found.update = self._number
+            self._first_failure = found
+        elif failure is not None:
+            name_break(failure, state.session.graphs.explanation().skipped)
+        self._note_failure()
+
+    @property
+    def _has_new_record(self) -> bool:
+        """Whether the last backward has a record, and not its update alone."""
+        return recorder_of(self.monitor).num_steps > self._num_rows
+
+    @property
+    def _number(self) -> int:
+        """The number of the last backward, with or without a record."""
+        return recorder_of(self.monitor).num_steps - self._has_new_record
+
+    def _is_first_bad(self) -> bool:
+        """Return whether the records before the last step are finite, or belong to skipped updates."""
+        before = [step for step in steps_since(self.monitor, self._files.first_step) if step.step < self._number]
+        if self._scaler is not None or not before:
+            return True
+        run = last_run(before)
+        is_over = skips_updates(run) and all(one.step is not before[-1] for one in harmful_steps(run))
+        return is_over or first_bad_step(run) is None
+
+    def _note_failure(self) -> None:
+        """Add the first failure to the record of its step, once it is there."""
+        records, failure = recorder_of(self.monitor).records, self._first_failure
+        if failure is not None and records and records[-1].step == failure.step:
+            note_failure(self.monitor, failure)
 
     def _last_is_bad(self) -> bool:
-        """Return whether a check of the last step has failed."""
-        records = recorder_of(self.monitor).records
-        if not records or not records[-1].is_checked(get_args(OnFailure)):
+        """Return whether the last backward has a failed check, or, on the CPU, a norm that is not finite."""
+        if not self._has_new_record:
             return False
-        records[-1].fetch()
-        return records[-1].has_failed(get_args(OnFailure))
+        record = recorder_of(self.monitor).records[-1]
+        if record.is_checked(get_args(OnFailure)):
+            record.fetch()
+            if record.has_failed(get_args(OnFailure)):
+                return True
+        return record.has_bad_norms()
 
     def add_loss(self, loss: Tensor | float) -> None:
         """Take the loss of a micro-batch, for its next record."""
@@ -332,6 +376,7 @@ class Attachment:
             self._num_rows = recorder.num_steps
             if _LOSS not in recorder.records[-1].late:
                 self.monitor.log("loss", sum(self._losses) / len(self._losses))
+            self._note_failure()
         self._losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -402,6 +447,15 @@ class Attachment:
 def _tagged(records: Mapping[str, T]) -> list[tuple[str, T]]:
     """Return records by their tags of TensorBoard."""
     return [(address.replace("@", "/", 1), value) for address, value in records.items()]
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Warn of an error inside: the training goes on, or has an error of its own."""
+    try:
+        yield
+    except Exception as err:  # of any kind
+        warn(f"RewriteCallback: {what} ({type(err).__name__}: {err})")
 
 
 class Attached:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
@@ -18,11 +18,12 @@ from gradrewrite._compat import dynamo
 from gradrewrite._diagnosis import Diagnosis
 from gradrewrite._diagnosis import diagnose as diagnose_model
 from gradrewrite.backends.traced_step import ComputeLoss, TrainingStep
-from gradrewrite.integrations._attachment import Attached, Attachment, Settings
+from gradrewrite.integrations._attachment import UNEXPLAINED, Attached, Attachment, Settings, told
 from gradrewrite.integrations._kept import kept_attributes, kept_generators
 from gradrewrite.module import refuse_trainers
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
+from gradrewrite.replay.step_snapshot import RandomState
 
 # What hands over to the Trainer in a training step, and is not traced.
 _OPAQUE = (
@@ -166,8 +167,9 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
 
     In ``default_root_dir`` are ``run.jsonl``, with all records as they come, and ``run.html``, the page about the
     training, when it has ended or failed. If it ends by an error, or with values that are not finite, ``diagnosis.txt``
-    says why. A training that is resumed appends to ``run.jsonl``; else that of the training before becomes
-    ``run.previous.jsonl``. On several ranks each has a ``run.rank0.jsonl``, and the first writes the page.
+    says why: on the CPU the first such step is replayed before its update. A training that is resumed appends to
+    ``run.jsonl``; else that of the training before becomes ``run.previous.jsonl``. On several ranks each has a
+    ``run.rank0.jsonl``, and the first writes the page.
 
     What the actions remember (``gr.State``, ``AutoClip``, schedules) is part of the Trainer's checkpoints, and is there
     again after ``fit(..., ckpt_path=...)``.
@@ -225,6 +227,8 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
         settings = Settings(policy, compile, records, folder, options, of_guards, audit)
         self._attachment = Attachment(settings, monitor)
         self._while_fitting = contextlib.ExitStack()
+        self._loss: torch.Tensor | None = None  # of the backward that runs
+        self._repeated: Callable[[], tuple[TrainingStep, Any, RandomState]] | None = None  # the last step
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rewrite the module and guard its optimizers."""
@@ -240,11 +244,29 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Audit the first step."""
-        if not (self._attachment.awaits_audit and pl_module.automatic_optimization):
+        self._repeated = None
+        if not pl_module.automatic_optimization:
             return
-        with _silent(), kept_generators(), kept_attributes(pl_module), trainer.precision_plugin.forward_context():
-            step = TrainingStep(compute_loss=_loss_of(pl_module))
-            self._attachment.audit(step, {"batch": batch, "batch_idx": batch_idx})
+        given = {"batch": batch, "batch_idx": batch_idx}
+        if self._attachment.awaits_audit:
+            with _aside(trainer, pl_module):
+                self._attachment.audit(TrainingStep(compute_loss=_loss_of(pl_module)), given)
+        if pl_module.device.type == "cpu":
+            random = self._attachment.random_state()
+            self._repeated = lambda: (TrainingStep(compute_loss=_loss_of(pl_module)), given, random)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Keep the loss for the look behind the backward."""
+        self._loss = loss.detach()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Explain the first step that is not finite, before its update; on a GPU nothing waits for that."""
+        loss, self._loss = self._loss, None
+        if loss is None or loss.device.type != "cpu":
+            return
+        if self._attachment.is_first_bad(bool(loss.isfinite().all())):
+            with told(UNEXPLAINED), _aside(trainer, pl_module):
+                self._attachment.explain_first(self._repeated)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -270,6 +292,13 @@ class RewriteCallback(Attached, Callback):  # type: ignore[misc]  # the checker 
         """Write page and diagnosis, and make module and optimizers plain again."""
         self._while_fitting.close()
         self._attachment.end(exception)
+
+
+@contextlib.contextmanager
+def _aside(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Run a step beside the unchanged training."""
+    with _silent(), kept_generators(), kept_attributes(module), trainer.precision_plugin.forward_context():
+        yield
 
 
 @contextlib.contextmanager

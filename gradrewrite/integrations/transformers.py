@@ -25,7 +25,7 @@ from gradrewrite._diagnosis import diagnose as diagnose_model
 from gradrewrite._utils.warnings import warn
 from gradrewrite.backends.traced_step import TrainingStep
 from gradrewrite.errors import NonFiniteError
-from gradrewrite.integrations._attachment import Attached, Attachment, Settings
+from gradrewrite.integrations._attachment import UNEXPLAINED, Attached, Attachment, Settings, told
 from gradrewrite.integrations._kept import kept_attributes, kept_generators, kept_modes
 from gradrewrite.monitoring.monitor import Monitor
 from gradrewrite.policy.actions import Policy
@@ -241,7 +241,7 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
 
     def _audit(self, batch: _StepBatch) -> None:
         if self._attachment.awaits_audit and self._trainer is not None and self._is_mapping(batch):
-            with kept_generators(), kept_attributes(self._trainer), _told("the first step could not be audited"):
+            with kept_generators(), kept_attributes(self._trainer), told("the first step could not be audited"):
                 step, given, _ = batch.of(self._trainer)
                 self._attachment.audit(step, given)
 
@@ -250,13 +250,13 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         assert trainer is not None
         self._attachment.add_loss(loss * trainer.current_gradient_accumulation_steps)
         if loss.device.type == "cpu" or trainer.args.logging_nan_inf_filter:  # else nothing waits for the device
-            with kept_generators(), kept_attributes(trainer), _told(_UNEXPLAINED):
-                repeated = partial(batch.of, trainer) if self._is_mapping(batch) else None
-                self._attachment.explain_first(bool(loss.isfinite()), repeated)
+            if self._attachment.is_first_bad(bool(loss.isfinite())):
+                with kept_generators(), kept_attributes(trainer), told(UNEXPLAINED):
+                    self._attachment.explain_first(partial(batch.of, trainer) if self._is_mapping(batch) else None)
 
     def _fail(self, error: BaseException, batch: _StepBatch) -> None:
         if isinstance(error, NonFiniteError) and self._trainer is not None and self._is_mapping(batch):
-            with kept_generators(), kept_attributes(self._trainer), _told(_UNEXPLAINED):
+            with kept_generators(), kept_attributes(self._trainer), told(UNEXPLAINED):
                 self._attachment.explain(error, *batch.of(self._trainer))  # which it stays, if that fails
         self._watch(None)
         self._attachment.end(error)
@@ -318,18 +318,6 @@ class RewriteCallback(Attached, TrainerCallback):  # type: ignore[misc]  # trans
         """Write the page, and make model and optimizer plain again."""
         self._watch(None)
         self._attachment.end()
-
-
-_UNEXPLAINED = "the step could not be run again to explain it"
-
-
-@contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Warn of an error inside: the training goes on, or has an error of its own."""
-    try:
-        yield
-    except Exception as err:  # of any kind
-        warn(f"RewriteCallback: {what} ({type(err).__name__}: {err})")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from gradrewrite._utils.warnings import warn
 from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.health import examine
 from gradrewrite.diagnostics.judge import Evidence
-from gradrewrite.diagnostics.nonfinite_steps import harmful_steps
+from gradrewrite.diagnostics.nonfinite_steps import first_bad_step
 from gradrewrite.diagnostics.run_file import checked_config
 from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.skipped_updates import skipped_updates, skips_text
@@ -368,8 +368,12 @@ class Monitor:
                 no longer be replayed, the records tell what they can.
         """
         steps = self._steps()
-        bad = harmful_steps(last_run(steps)) if explain else []
-        if not bad or bad[0].step is not steps[-1] or steps[-1].failure is not None:
+        if (
+            not steps
+            or not explain
+            or steps[-1].failure is not None
+            or first_bad_step(last_run(steps)) is not steps[-1]
+        ):
             return steps
         with contextlib.suppress(RuntimeError):
             self.failure(anywhere=True)
@@ -498,7 +502,8 @@ class Monitor:
             failure = find_anywhere(record.step, record.checked_graphs())
             if failure is None:
                 return None
-            record.failure = numbered(failure, record)
+            if failure.op or failure.cause or record.failure is None:  # else it can no longer be replayed
+                record.failure = numbered(failure, record)
             return record.failure
 
     def culprits(self, k: int = 5) -> Culprits:

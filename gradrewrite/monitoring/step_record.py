@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -259,6 +260,17 @@ class StepRecord:
     def has_failed(self, modes: Collection[OnFailure]) -> bool:
         """Whether a check of one of these kinds failed; the copy is here."""
         return any([graph.has_failed(mode) for graph in self.graphs for mode in modes])
+
+    def has_bad_norms(self) -> bool:
+        """Whether a norm of a gradient in host memory is not finite."""
+        packs = [pack for graph in self.graphs for pack in graph.packs]
+        if not all([pack.is_cpu for pack in packs]) or all([bool(torch.isfinite(pack).all()) for pack in packs]):
+            return False
+        values = {key: value for graph in self.graphs for key, value in graph.values().items()}
+        return any(
+            "norm" in key.record and key.site.startswith(("gradient:", "group:")) and not math.isfinite(value)
+            for key, value in values.items()
+        )
 
     def checked_graphs(self) -> list[CheckedGraph]:
         """The graphs, for a look at their checks; the copy is here."""

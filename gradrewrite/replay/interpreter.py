@@ -263,10 +263,20 @@ class _Replay(Observing):
         moved = sum(self._lengths.get(key, traced) - traced for traced, key in before)
         observer = LoopObserver(code, replayed, failed, moved, is_forward=is_forward)
         states = [self.states.get(n, ValueState()) for n in given]
-        found = observer.observe(node.name, self._order[node], [values[n] for n in given], states)
+        names = [self._name_of_argument(n) for n in given]
+        found = observer.observe(node.name, self._order[node], [values[n] for n in given], states, names)
         self._result.seen += found.seen
         self._loops[node] = found
         self.states[node] = merged(found.results)
+
+    def _name_of_argument(self, node: fx.Node) -> str:
+        """Return the name of a loop's argument, before the loop's own stacking."""
+        known = self._replay_graph
+        while node.op != "placeholder" and known.activations.get(self._numbers.get(node, -1)) is None:
+            if len(node.all_input_nodes) != 1 or node.name in known.backward:
+                return "a value from before the loop"
+            node = node.all_input_nodes[0]
+        return self.name_of_value(node)
 
     def _look_at_marker(self, marker: fx.Node, value: Tensor) -> None:
         site = self._marked_site(marker)
@@ -394,7 +404,7 @@ class _Replay(Observing):
         """Return the story of a root."""
         if node.op == "placeholder":
             call = self._note_given(node)
-        where, rows = ("", ()) if call is None else call.places(self._sizes)
+        where, rows = ("", ()) if call is None else call.places(self._sizes if self._has_rows(node) else BatchSizes())
         reason = None if call is None else call.reason
         given = self.states[node].given
         why = "" if reason is None else reason.why
@@ -411,6 +421,33 @@ class _Replay(Observing):
             cover=self._covers(node, reached),
             is_overflow=reason is not None and reason.is_overflow,
         )
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        """Whether a value may have rows of the batch: parameters, their gradients and functions of them have none."""
+        if node.op == "placeholder":
+            known = self._replay_graph.inputs.get(node.name)
+            return known is None or known.role not in ("parameter", "buffer")
+        if node in self._parameter_gradients():
+            return False
+        number = self._ops.get(node, -1)
+        is_forward = node.name not in self._replay_graph.backward
+        todo = [node] if is_forward else [n for n, own in self._numbers.items() if own == number]
+        seen, is_known = set(todo), bool(todo)
+        while todo:
+            todo = [read for one in todo for read in one.all_input_nodes if read not in seen]
+            seen.update(todo)
+        return not is_known or not self._batch or not seen.isdisjoint(self._batch)
+
+    def _parameter_gradients(self) -> set[fx.Node]:
+        """Return the nodes of gradients of parameters, with those that are one in another form."""
+        found = {node for node in self._gradients.values() if isinstance(node, fx.Node)}
+        todo = list(found)
+        while todo:
+            reads = (node := todo.pop()).all_input_nodes
+            if len(reads) == 1 and reads[0] not in found and _numel(reads[0]) == _numel(node):
+                found.add(reads[0])
+                todo.append(reads[0])
+        return found
 
     def _facts_of_batch(self, reason: Reason | None, rows: Sequence[int], given: str) -> Iterator[str]:
         """Yield the part of the batch in it."""
@@ -509,6 +546,11 @@ class _Replay(Observing):
         if known.role == "value":
             return f"the value {known.name} {BEFORE_BREAK}"
         return f"the {known.role} {known.name} was not finite already"
+
+
+def _numel(node: fx.Node) -> int | torch.SymInt | None:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else None
 
 
 def _operands_of(node: fx.Node, call: NotedCall | None) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -53,13 +53,16 @@ class LoopObserver:
             if (kind == "activation") == is_forward
         ]
 
-    def observe(self, name: str, order: int, tensors: Sequence[Tensor], states: Sequence[ValueState]) -> ObservedLoop:
-        """Run the loop on tensors in these states.
+    def observe(
+        self, name: str, order: int, tensors: Sequence[Tensor], states: Sequence[ValueState], names: Sequence[str]
+    ) -> ObservedLoop:
+        """Run the loop on tensors in these states, with these names for a reader.
 
         ``name`` and ``order`` are those of the node of the loop.
         """
         code, found = self._code, ObservedLoop()
-        given = [_Known(x, state, frozenset((n,))) for n, (x, state) in enumerate(zip(tensors, states, strict=True))]
+        rows = enumerate(zip(tensors, states, names, strict=True))
+        given = [_Known(x, state, frozenset((n,)), own) for n, (x, state, own) in rows]
         carries, inputs, invariants = code.split(given)
         returned: list[list[_Known]] = [
             [known] if own else [] for known, own in zip(carries, code.stacked, strict=True)
@@ -78,7 +81,7 @@ class LoopObserver:
                 if n < len(carries) and not code.stacked[n]:  # the last value alone is returned
                     returned[n].clear()
                 returned[n].append(known)
-            carries = [known.contiguous() for known in results[: len(carries)]]
+            carries = [known.carried(name) for known, name in zip(results[: len(carries)], body.names(), strict=False)]
         found.results = [merged(known.state for known in own) for own in returned]
         found.origins = [frozenset().union(*(known.origins for known in own if known.state.is_bad)) for own in returned]
         return found
@@ -100,13 +103,15 @@ class _Known:
     value: Any
     state: ValueState
     origins: Origins
+    name: str = ""  # of an argument, for a reader
 
     def row(self, at: int) -> _Known:
         value = self.value[at]
-        return _Known(value, ValueState() if is_finite(value) else self.state, self.origins)
+        return replace(self, value=value, state=ValueState() if is_finite(value) else self.state)
 
-    def contiguous(self) -> _Known:
-        return _Known(self.value.contiguous(), self.state, self.origins)
+    def carried(self, name: str) -> _Known:
+        """Return it as an argument of the next iteration."""
+        return replace(self, value=self.value.contiguous(), name=name)
 
 
 class _Body(Observing):
@@ -123,9 +128,17 @@ class _Body(Observing):
         self.iteration, self._number = iteration, number
 
     def name_of_value(self, node: fx.Node) -> str:
-        """Return the op of a value; of an argument its name in the body."""
-        site = self._replayed.site_of_op(self._replayed.name_in_body(node.name), self.iteration)
-        return node.name if site is None else f"{site.module}/{site.op}"
+        """Return the op of a value; of an argument its name outside of the loop."""
+        if node.op == "placeholder":
+            return self.known[node].name
+        name = self._replayed.name_in_body(node.name)
+        site = self._replayed.site_of_op(name, self.iteration)
+        of_backward = "the backward of " if name not in self._replayed.of_forward else ""
+        return node.name if site is None else f"{of_backward}{site.module}/{site.op}"
+
+    def names(self) -> list[str]:
+        """Return the names of the results."""
+        return [self.name_of_value(node) for node in self._returned()]
 
     def differentiated_op(self, node: fx.Node) -> str:
         """Return the differentiated op of a node; ``""`` in the forward."""
@@ -144,8 +157,12 @@ class _Body(Observing):
                 value = self.observed(node, {read: self.known[read].value for read in node.all_input_nodes})
                 root = RootInside(node.name, self.iteration, self._number)
                 self.known[node] = _Known(value, self.states[node], self._origins_of(node, root))
+        return [self.known[node] for node in self._returned()]
+
+    def _returned(self) -> Sequence[fx.Node]:
+        graph: fx.Graph = self.module.graph  # type: ignore[assignment]
         returned: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
-        return [self.known[node] for node in returned]
+        return returned
 
     def _origins_of(self, node: fx.Node, root: RootInside) -> Origins:
         if not self.states[node].is_bad:

@@ -158,8 +158,10 @@ def _root_text(root: RootCause) -> str:
 
 def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> bool:
     """Whether the advice mends the step, at ops or operands."""
-    if not any(root.repair for found in results for root in found.roots):
+    repaired = [root for found in results for root in found.roots if root.repair]
+    if not repaired:
         return False
+    ways = (False, True) if any(root.operands for root in repaired) else (False,)
     return any(
         all(
             not found.roots
@@ -167,7 +169,7 @@ def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> b
             or _is_mended(graph.snapshot, found.roots, at_operands=at_operands)
             for graph, found in zip(graphs, results, strict=True)
         )
-        for at_operands in (False, True)
+        for at_operands in ways
     )
 
 

@@ -33,6 +33,7 @@ def report_tabs(
     cause: str = "",
     note: str = "",
     audit: str = "",
+    trials: Sequence[str] = (),
 ) -> str:
     """Return the elements of the tabs ``report`` and ``curves``.
 
@@ -43,6 +44,7 @@ def report_tabs(
         cause: What made the first non-finite value.
         note: What was found on each of several ranks.
         audit: Tables of the parameters that are not trained, as HTML.
+        trials: A line on each training from one start.
     """
     verdict, steps = health.verdict, health.run.steps
     first = verdict.causes[0] if verdict.causes else None
@@ -66,6 +68,8 @@ def report_tabs(
         f"{'follows from' if first is not None and traits_of(first.kind).overflows else 'is'} the cause.",
         "findings": "\n\n".join(text for text in (*verdict.remarks, health.findings_text, *skips, note) if text),
         "origin": _origin_text(run),
+        "trials": "\n".join(trials),
+        "has_trials": "" if trials else "gone",
         "has_origin": "" if run.origin else "gone",
         "heat": "" if any(row.measure for row in health.sites) else "gone",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import logging
 from pathlib import Path
 from typing import Any
@@ -396,6 +397,58 @@ def test_failed_check_writes_page_and_diagnosis(tmp_path: Path) -> None:
     assert (tmp_path / "run.html").exists()
     assert len(read_jsonl(tmp_path / "run.jsonl")) == 8
     assert LOG is vars(pl.LightningModule)["log"]
+
+
+class RootOfZero(Regression):
+    """The gradients of batch 7 are NaN, and its loss is not."""
+
+    number = 7
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        size = self(x).square().sum() * float(batch_idx != self.number)
+        loss = (self(x) - y).square().mean() + torch.where(size > 0, torch.sqrt(size), 0)  # planted root
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+class ByHand(RootOfZero):
+    def __init__(self) -> None:
+        super().__init__(is_manual=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        ("diagnose", {}),
+        ("diagnose", {"kind": ByHand}),
+        ("diagnose", {"accumulate_grad_batches": 3}),
+        (gr.on("gradient:*", CheckFinite("record")), {}),
+        (gr.on("gradient:*", Observe("norm")), {}),
+    ],
+)
+def test_the_first_gradient_that_is_not_finite_is_explained(policy: Any, settings: Any, tmp_path: Path) -> None:
+    callback = RewriteCallback(policy, compile=False)
+    fit(tmp_path, callback, **{"kind": RootOfZero, **settings})
+
+    first = callback.health.verdict.causes[0]
+    assert (first.step, "# planted root" in first.source) == (7, True)
+    assert "inside of the root" in first.advice
+    assert [step.step for step in read_jsonl(tmp_path / "run.jsonl") if step.failure is not None] == [7]
+    for text in ((tmp_path / "diagnosis.txt").read_text(), html.unescape((tmp_path / "run.html").read_text())):
+        assert first.text in text
+        assert first.advice in text
+
+
+def test_an_explanation_changes_no_bit_of_a_training(tmp_path: Path) -> None:
+    plain = fit(tmp_path / "plain", kind=RootOfZero)
+    explained = fit(tmp_path / "own", RewriteCallback("diagnose"), kind=RootOfZero)
+    for one, other in zip(plain.parameters(), explained.parameters(), strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
 
 
 def test_resumed_training_appends(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import logging
 import math
 import os
@@ -903,6 +904,66 @@ def test_the_first_loss_that_is_not_finite_is_explained(policy: Any, tmp_path: P
     assert "# planted log" in (tmp_path / "diagnosis.txt").read_text()
     for one, other in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(one.isfinite(), other.isfinite())
+
+
+class RootOfZero(LogOfZero):
+    """Its gradients are NaN, and its loss is not, when ``number`` steps were made."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **items: Any) -> Any:
+        output = model(**inputs)
+        size = output.logits.square().sum() * float(self.state.global_step not in self.numbers)
+        loss = output.loss + 0 * torch.where(size > 0, torch.sqrt(size), 0)  # planted root
+        return (loss, output) if return_outputs else loss
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.number,)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "diagnose",
+        gr.on("gradient:*", CheckFinite("record")),
+        gr.on("gradient:*", Observe("norm")),
+    ],
+)
+def test_the_first_gradient_that_is_not_finite_is_explained(policy: Any, tmp_path: Path) -> None:
+    callback = RewriteCallback(policy, compile=False)
+    trainer = trainer_of(RootOfZero, "gpt2", tmp_path, callback)
+    trainer.number = 3
+    trainer.train()
+
+    first = callback.health.verdict.causes[0]
+    assert (first.step, "# planted root" in first.source) == (3, True)
+    assert "inside of the root" in first.advice
+    (told,) = [step for step in read_jsonl(tmp_path / "run.jsonl") if step.failure is not None]
+    assert (told.step, told.failure) == (3, callback.monitor.steps()[3].failure)
+    for text in ((tmp_path / "diagnosis.txt").read_text(), html.unescape((tmp_path / "run.html").read_text())):
+        assert first.text in text
+        assert first.advice in text
+
+
+def test_no_later_step_is_explained(tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on("step:*", ClipByGlobalNorm(1.0)), compile=False)
+    trainer = trainer_of(RootOfZero, "gpt2", tmp_path, callback, max_grad_norm=0.0)
+    trainer.number = 3
+    trainer.train()
+
+    assert not any(step.failure for step in read_jsonl(tmp_path / "run.jsonl"))
+    assert "is at step:group:default, in step 3;" in (tmp_path / "diagnosis.txt").read_text()
+
+
+class TwoRoots(RootOfZero):
+    numbers = (1, 6, 7)
+
+
+def test_a_skipped_step_is_over(tmp_path: Path) -> None:
+    callback = RewriteCallback(gr.on("gradient:*", CheckFinite("skip")), compile=False)
+    trainer_of(TwoRoots, "gpt2", tmp_path, callback).train()
+
+    assert [step.step for step in read_jsonl(tmp_path / "run.jsonl") if step.failure is not None] == [1, 6]
+    assert callback.health.verdict.causes[0].step == 6
 
 
 class TooLong(LogOfZero):

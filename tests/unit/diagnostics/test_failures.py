@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gradrewrite.diagnostics.failures import cause_of, cause_of_json
 from gradrewrite.diagnostics.health import examine
+from gradrewrite.diagnostics.nonfinite_steps import failure_in, first_bad_step
 from gradrewrite.diagnostics.run_file import read_jsonl, step_to_json
-from gradrewrite.diagnostics.run_log import Step
+from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.errors import NonFiniteError, Operand, Story
 from gradrewrite.sites import Site
 
@@ -89,3 +91,45 @@ def test_a_run_log_keeps_the_failure(tmp_path: object) -> None:
         assert cause.text in judged.verdict.text
         assert judged.verdict.advice == cause.advice
         assert judged.verdict.causes[0].source == LINE
+
+
+def test_a_replay_that_failed_says_so() -> None:
+    note = "the step could not be replayed: parameter w was overwritten since the forward"
+    err = NonFiniteError(failure().site, percent=25.0, step=7, note=note)
+    assert cause_of(err).text == f"step 7: first non-finite: activation:/log, 25 % of 12 elements; {note}."
+
+
+@pytest.mark.parametrize(
+    ("bad", "skipped", "explained", "first", "told"),
+    [
+        ((3, 4, 5), (), (3,), 3, 3),
+        ((3, 4, 5), (), (4,), 3, None),  # a later step
+        ((3, 4, 5), (), (), 3, None),
+        ((1, 4, 5), (), (1,), 1, 1),  # a row of an embedding
+        ((1, 4, 5), (), (4,), 1, None),
+        ((1, 4, 5), (), (1, 4), 1, 4),  # an error that was caught
+        ((1, 4, 5), (1,), (1,), 4, None),
+        ((1, 4, 5), (1,), (1, 4), 4, 4),
+        ((1, 4, 5), (1,), (4,), 4, 4),
+        ((), (), (), None, None),
+    ],
+)
+def test_the_first_bad_step_is_told_and_no_later_one(
+    bad: tuple[int, ...], skipped: tuple[int, ...], explained: tuple[int, ...], first: int | None, told: int | None
+) -> None:
+    run = last_run(
+        [
+            Step(
+                n,
+                {
+                    "nonfinite@gradient:w": float(n in bad),
+                    "skipped@optimizer:0": float(n in skipped),
+                },
+                failure=replace(cause_of(failure()), step=n) if n in explained else None,
+            )
+            for n in range(6)
+        ]
+    )
+    found, cause = first_bad_step(run), failure_in(run)
+    assert (None if found is None else found.step) == first
+    assert (None if cause is None else cause.step) == told

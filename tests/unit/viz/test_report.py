@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import gradrewrite as gr
-from gradrewrite import viz
+from gradrewrite import Step, viz
+from gradrewrite.diagnostics.trials import Trial
 from gradrewrite.passes import CheckFinite, ClipByNorm
 
 from models.clips import step_of
@@ -191,3 +192,17 @@ def test_a_monitor_that_can_replay_names_the_op() -> None:
     assert report.health.verdict.kind == "non-finite op"
     assert "sqrt" in report.cause
     assert viz.report(model.monitor.steps()).cause == ""
+
+
+def test_trials_are_lines_of_text_beside_the_curves(tmp_path: Path) -> None:
+    losses = [2.0, 1.5, math.nan]
+    trials = {"as it is": Trial(losses, is_bad=True), "<b>clip</b>": Trial(losses, is_bad=True)}
+    health = viz.report([Step(n, {"norm@gradient:w": 1.0}) for n in range(3)]).health
+    page = Path(viz.Report(health, "diagnosis", trials=trials).render(tmp_path / "page")).read_text(encoding="utf-8")
+
+    _, report, curves = page.split('role="tabpanel"')[:3]
+    for part in (report, curves):
+        assert "as it is: 3 steps; loss 2 -&gt; NaN" in part
+        assert "&lt;b&gt;clip&lt;/b&gt;: 3 steps" in part
+        assert "stops in step 2, as without it: a clip does not mend NaN" in part
+    assert "<b>clip</b>: 3" not in page
