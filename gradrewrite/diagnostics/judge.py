@@ -32,6 +32,7 @@ LOW_CLIP = 0.3  # median factor of a clip that always acts
 STRONG_CLIP = 0.2  # median factor of a clip that hides one layer, over that of the clips of other errors
 WIDE = 1e30  # a dtype beyond it: what overflows there has exploded
 _NEAR = 3  # steps around a spike
+_NARROW = "the largest of float16"  # in the text of an overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +286,11 @@ class Judge:
 
     def bad_batch(self) -> list[Cause]:
         """A batch of large values with a bad step."""
+        found = self._large_batch()
+        return [self._with_op(one) for large in found for one in self._bounded("bad batch", *large)]
+
+    def _large_batch(self) -> list[tuple[float, int, str]]:
+        """Return by how much its values are too large, its step, and a sentence; empty without one."""
         finite = [size for size in self.evidence.batches.values() if math.isfinite(size)]
         usual = median(finite) if finite else 0.0
         for step, size in self.evidence.batches.items():
@@ -292,8 +298,16 @@ class Judge:
                 times = f"{words(size / usual)} times the usual {words(usual)}"
                 batch = f"The batch of {self.run.place(step)}"
                 text = f"{batch} has values up to {words(size)}, {times}, and the step goes wrong."
-                return self._bounded("bad batch", size / usual, step, text)
+                return [(size / usual, step, text)]
         return []
+
+    def _with_op(self, cause: Cause) -> Cause:
+        """Return a cause with the op that overflows in its step."""
+        failure = self.failure
+        if self.outcome != "non-finite" or failure is None or failure.step != cause.step or not failure.source:
+            return cause
+        known = {name: getattr(failure, name) for name in ("source", "operands", "indices", "parameter", "cover")}
+        return replace(cause, text=f"{cause.text} {failure.text}", **known)
 
     def _goes_wrong(self, step: int) -> bool:
         near = [size for number, size in self.sizes.items() if step <= number < step + _NEAR]
@@ -346,11 +360,18 @@ class Judge:
     def op_at_fault(self) -> list[Cause]:
         """The op behind the first non-finite value, where what it was given explains it.
 
-        An overflow is explained by what made the values grow, as far as that is known.
+        An overflow is explained by what made the values grow, as far as that is known; one of float16 by its range,
+        unless the network itself explodes.
         """
         failure = self.failure
-        is_told = self.outcome == "non-finite" and failure is not None and failure.is_explained
-        return self.op() if is_told else []
+        if self.outcome != "non-finite" or failure is None:
+            return []
+        if failure.is_explained:
+            return self.op()
+        if _NARROW not in failure.text or self.exploding() or self.one_layer() or self.learning_rate():
+            return []
+        batch = "".join(f" {text}" for _, _, text in self._large_batch())
+        return [replace(one, text=one.text + batch) for one in self.op()]
 
     def op(self) -> list[Cause]:
         """The op behind the first non-finite value, by a replay."""

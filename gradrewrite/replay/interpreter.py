@@ -140,7 +140,11 @@ class _Replay(Observing):
         self._positions = self._positions_of_sites()
         self._given = self._given_values()
         inputs = self._replay_graph.inputs
-        self._batch = [n for n in self._given if (known := inputs.get(n.name)) is not None and known.role == "input"]
+        by_role = {
+            role: [n for n in self._given if (known := inputs.get(n.name)) is not None and known.role == role]
+            for role in ("input", "value")
+        }
+        self._batch = by_role["input"] or by_role["value"]  # behind a graph break
         self._sizes = BatchSizes.of([self._given[node][0] for node in self._batch])
 
     def result(self) -> ReplayResult:
@@ -384,7 +388,8 @@ class _Replay(Observing):
 
     def _repair_of(self, node: fx.Node, call: NotedCall | None) -> Repair | None:
         if node.op == "placeholder":
-            is_given = node.name in self._replay_graph.inputs
+            known = self._replay_graph
+            is_given = node.name in known.inputs or (node.name in known.tangents and not known.is_whole)
             return (lambda values: [torch.nan_to_num(values[0], 0.0, 0.0, 0.0)]) if is_given else None
         return None if call is None or call.reason is None else call.reason.repair
 
