@@ -35,10 +35,10 @@ from gradrewrite.diagnostics.constant_answers import Classes, Targets
 from gradrewrite.diagnostics.health import Health, examine, without_rules
 from gradrewrite.diagnostics.judge import KEEP_ZEROS, SKIP, Evidence, Remedy
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
-from gradrewrite.diagnostics.run_log import last_run
+from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.trials import Trial
 from gradrewrite.diagnostics.used_gradients import checked_clip
-from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, TraceError
+from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, Story, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.module import RewrittenModule, restore, shown, transform
 from gradrewrite.monitoring.monitor import Monitor
@@ -47,6 +47,7 @@ from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import leave_out_unsupported, on
 from gradrewrite.replay.eager_search import search_eagerly
+from gradrewrite.replay.observations import is_finite
 from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.sites import Site
 
@@ -227,11 +228,11 @@ def diagnose(
         stream: Iterable[Any] = list(_stream(batches, number)) if try_clips else _stream(batches, number)
         first = next(iter(stream))
         stream = stream if isinstance(stream, list) else itertools.chain([first], stream)
-        monitor, losses, evidence = train(stream, observe)
+        recorded, losses, evidence = train(stream, observe)
         audited, remarks = train.audited(first)
         faults = () if audited is None else tuple(map(with_line, audited.causes))
         evidence = replace(evidence, audited=faults, remarks=(*evidence.remarks, *remarks))
-        health = examine(monitor.steps(), evidence=evidence)
+        health = examine(recorded, evidence=evidence)
         trials = {}
         if try_clips:
             trials = {AS_IT_IS: Trial(losses, is_bad=health.verdict.outcome == "non-finite")}
@@ -394,7 +395,7 @@ class _Trainer:
 
     def __call__(
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"
-    ) -> tuple[Monitor, Trial, Evidence]:
+    ) -> tuple[Sequence[Step], Trial, Evidence]:
         """Train one copy with a policy; stop at the first step that is not finite, unless it is skipped.
 
         Where the model is not one graph, another copy trains from the start, in parts.
@@ -407,7 +408,7 @@ class _Trainer:
 
     def _train(
         self, batches: Iterable[Any], policy: Policy, stage: str, *, fullgraph: bool
-    ) -> tuple[Monitor, Trial, Evidence]:
+    ) -> tuple[Sequence[Step], Trial, Evidence]:
         model, optimizer = self._copies()
         run = _Run(self, model, policy, optimizer, fullgraph=fullgraph)
         if optimizer is not None and policy is not observe:
@@ -430,13 +431,13 @@ class _Trainer:
                 if is_bad:
                     break
             recurrent = run.look(batch) if policy is observe else frozenset()
-            monitor, evidence = run.rewritten.monitor, run.evidence(recurrent)
+            evidence = run.evidence(recurrent)
             if policy is observe:
                 self.graph = run.graph
             if has_failed:
                 following = list(itertools.islice(batches, _MOST_FOLLOWING))
                 evidence = replace(evidence, remedies=run.remedies(batch, following))
-        return monitor, Trial(run.losses, monitor.skipped, is_bad=is_bad), evidence
+        return run.recorded, Trial(run.losses, run.rewritten.monitor.skipped, is_bad=is_bad), evidence
 
     def tried(self, batches: Iterable[Any], policy: Policy, name: str, **settings: Any) -> Trial:
         """Train one copy with a policy, and with other settings of the optimizer; return its losses."""
@@ -489,6 +490,7 @@ class _Run:
         self._began = began_with(model) if self._is_observed else {}
         self._update: Cause | None = None  # in the last one
         self._sizes: dict[int, float] = {}
+        self._plain: list[Step] = []  # where nothing can be traced
         self._failure: NonFiniteError | None = None
         self._remarks: list[str] = []
         self._targets, self._classes = Targets(), Classes()
@@ -548,18 +550,29 @@ class _Run:
         finite = [t[torch.isfinite(t)].abs() for t in real]
         if sizes := [float(t.max()) for t in finite if t.numel()]:
             self._sizes[len(self.losses) - 1] = max(sizes)
-        if self._is_observed:
-            if not self._num_graphs:
-                raise TraceError(
-                    "gr.diagnose: nothing of the model can be traced, so that nothing is recorded", code="no-backward"
-                )
+        if self._is_observed and not self._record_plainly():
             self.rewritten.monitor.log("loss", self.losses[-1])
         self._search_classes()
         if self._has_classes:
             self._classes.count(batch)
         if not self._is_observed:
             return math.isfinite(self.losses[-1]) and has_finite_gradients(self._model)
-        return not _is_bad(self.rewritten.monitor, self.losses[-1])
+        return not _is_bad(self.recorded, self.losses[-1])
+
+    @property
+    def recorded(self) -> Sequence[Step]:
+        """The steps; of a model without a graph those of its gradients."""
+        return self._plain or self.rewritten.monitor.steps()
+
+    def _record_plainly(self) -> bool:
+        """Record the gradients of a step of which nothing could be traced; return whether it is one."""
+        if self._num_graphs and not self._plain:
+            return False
+        if not self._plain:
+            self._remarks.append("Nothing of the model can be traced: its loss, gradients and updates are judged.")
+        step = len(self.losses) - 1
+        self._plain.append(Step(step, {"loss@run": self.losses[-1], **_figures_of(self._model)}))
+        return True
 
     def update(self) -> bool:
         """Make an update, if any; return whether its results are finite."""
@@ -600,9 +613,13 @@ class _Run:
         """Find the op behind the last, non-finite step."""
         if not self._is_observed:
             return
-        self._failure, remark = last_failure(self.rewritten.monitor)
+        remark = ""
+        if self._plain:
+            self._failure = _failure_of(self._model, len(self.losses) - 1)
+        else:
+            self._failure, remark = last_failure(self.rewritten.monitor)
         self._remarks += [remark] if remark else []
-        if self._step is not None and not self._in_graph:
+        if self._step is not None and not self._in_graph and not self._plain:
             try:
                 self._failure = failure_in_step(self._failure, self._model, self._step, batch, self._random)
             except Exception as err:  # of any kind: the step is not finite by its records
@@ -697,9 +714,37 @@ def observe_model(site: Site) -> list[Any] | None:
     return None if site.is_outside and site.kind in ("activation", "error") else observe(site)
 
 
-def _is_bad(monitor: Monitor, loss: float) -> bool:
+def _figures_of(model: nn.Module) -> dict[str, float]:
+    """Return the figures of all gradients by address."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            numbers = parameter.grad.detach()
+            numbers = numbers.to_dense() if numbers.is_sparse else numbers
+            found[f"norm@gradient:{name}"] = float(numbers.double().norm())
+            found[f"zeros@gradient:{name}"] = float((numbers == 0).double().mean())
+            found[f"nonfinite@gradient:{name}"] = float(torch.isfinite(numbers).logical_not().sum())
+    return found
+
+
+def _failure_of(model: nn.Module, step: int) -> NonFiniteError | None:
+    """Return the failure of a step without a graph, at the first gradient that is not finite, or the first of all."""
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    bad = [(name, g) for name, g in named if not is_finite(g)]
+    if not named:
+        return None
+    name, gradient = (bad or named)[0]
+    share = 100.0 * float(torch.isfinite(gradient.to_dense()).logical_not().double().mean())
+    site = Site("gradient", name, shape=tuple(gradient.shape), dtype=gradient.dtype, device=gradient.device)
+    others = [Site("gradient", other) for other, _ in bad[1:]]
+    failure = NonFiniteError(site, step=step, percent=share, others=others, is_from_outside=True)
+    failure.story = Story(parameter=name)
+    return failure
+
+
+def _is_bad(recorded: Sequence[Step], loss: float) -> bool:
     """Whether the last step is not finite; expected infinities and errors that reach no gradient do not count."""
-    run = last_run(monitor.steps())
+    run = last_run(recorded)
     last = bad_steps(run)[-1:]
     is_bad = any(one.step is run.steps[-1] and not is_in_errors_alone(run, one) for one in last)
     return is_bad or not math.isfinite(loss)
@@ -802,6 +847,8 @@ def searched(
         failure.op, failure.source, failure.in_backward = found.op, found.source, found.in_backward
         failure.story = replace(found.story, parameter=failure.story.parameter)
         failure.cause, failure.is_from_outside = "", False
+        if not found.in_backward and failure.percent == 0:  # of a gradient that is finite
+            failure.site, failure.percent = found.site, found.percent
     return []
 
 

@@ -20,6 +20,7 @@ from gradrewrite.replay.noted_calls import BatchSizes, NotedCall, operand_of
 from gradrewrite.replay.observations import Repair, is_finite
 from gradrewrite.replay.reason_table import reason_of
 from gradrewrite.replay.reasons import EarlierOp, OpCall, Reason
+from gradrewrite.sites import Site
 
 _OPS = {"truediv": "div", "true_divide": "div", "divide": "div", "rtruediv": "div", "rdiv": "div", "rsub": "sub"}
 _SWAPPED = ("rtruediv", "rdiv", "rsub")  # of the operands
@@ -36,12 +37,22 @@ class EagerRoot:
         source: Its line.
         in_backward: Whether its backward made it.
         story: Why and where.
+        shape: Of its result.
+        percent: Share of its elements that are not finite, in percent.
     """
 
     op: str
     source: str
     in_backward: bool
     story: Story
+    shape: tuple[int, ...] = ()
+    percent: float = 0.0
+
+    @property
+    def site(self) -> Site:
+        """The value that it made."""
+        module, _, op = self.op.rpartition("/")
+        return Site("activation", self.op, module, op, shape=self.shape, source=self.source)
 
 
 @dataclass
@@ -184,7 +195,12 @@ class _Search:
             cover=self._covers(call) if bad_error is None and is_finite(self._loss) else (),
             is_overflow=reason is not None and reason.is_overflow,
         )
-        return call, reason, EagerRoot(call.op, call.source, bad_error is not None, story)
+        percent = 100.0 * float(own.is_bad.double().mean())
+        return (
+            call,
+            reason,
+            EagerRoot(call.op, call.source, bad_error is not None, story, (*own.result.shape,), percent),
+        )
 
     def _earlier(self, call: _Call) -> list[EarlierOp]:
         """Return the calls that made its arguments, the nearest first."""
