@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite import passes
-from gradrewrite._locate import locate_in_step
+from gradrewrite._locate import first_line, locate_in_step, name_break, searched
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.auditing.findings import Audit
-from gradrewrite.auditing.kept_state import kept_state
 from gradrewrite.auditing.update_watch import UpdateWatch, began_with
 from gradrewrite.auditing.verdicts import audit_step
 from gradrewrite.backends.model_state import ModelState, state_of
@@ -46,7 +45,6 @@ from gradrewrite.optimizer.guard import guard
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import leave_out_unsupported, on
-from gradrewrite.replay.eager_search import search_eagerly
 from gradrewrite.replay.observations import is_finite
 from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.sites import Site
@@ -61,12 +59,11 @@ AS_IT_IS, SUGGESTED = "as it is", "suggested policy"
 GLOBAL_BOUND = 1.0  # of the global clip that is tried, as most trainings have it
 _RECTIFIERS = frozenset(("relu", "relu_", "relu6", "threshold"))
 _SATURATING = frozenset(("tanh", "tanh_", "sigmoid", "sigmoid_"))
+_UNREAD = "got no gradient: nothing that reaches the loss reads them."
 _NAMED = 5  # parameters in one remark
-_LINE = re.compile(r'[^"]+:\d+ ".*"(?=: )')  # before the reason of a graph break
 _BROKEN_LINE = re.compile(r'\n +([^"\n]+:\d+ ".*")\n')  # in the error of a graph break
 _MOST_GRAPHS = 4  # of a model with its loss: a Python value that changes, as a counter, makes one a step
 _MOST_FOLLOWING = 3  # batches behind a step that is not finite, to tell whether skipping it helps
-_MOST_BREAKS = 3  # in the text of one cause
 
 
 @dataclass(frozen=True)
@@ -231,7 +228,9 @@ def diagnose(
         recorded, losses, evidence = train(stream, observe)
         audited, remarks = train.audited(first)
         faults = () if audited is None else tuple(map(with_line, audited.causes))
-        evidence = replace(evidence, audited=faults, remarks=(*evidence.remarks, *remarks))
+        is_said = any(one.kind == "no gradient" for one in faults)
+        kept = (text for text in evidence.remarks if not (is_said and text.endswith(_UNREAD)))
+        evidence = replace(evidence, audited=faults, remarks=(*kept, *remarks))
         health = examine(recorded, evidence=evidence)
         trials = {}
         if try_clips:
@@ -391,7 +390,7 @@ class _Trainer:
                 warnings.simplefilter("ignore")  # of the model: the training has said them
                 return audit_step(model, args, kwargs, compute_loss, optimizer), []
         except Exception as err:  # the training has run: it keeps its verdict
-            return None, [f"The step could not be audited ({type(err).__name__}: {_first_line(err)})."]
+            return None, [f"The step could not be audited ({type(err).__name__}: {first_line(err)})."]
 
     def __call__(
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"
@@ -623,7 +622,7 @@ class _Run:
             try:
                 self._failure = failure_in_step(self._failure, self._model, self._step, batch, self._random)
             except Exception as err:  # of any kind: the step is not finite by its records
-                text = f"{type(err).__name__}: {_first_line(err)}"
+                text = f"{type(err).__name__}: {first_line(err)}"
                 self._remarks.append(f"The step could not be run again with its loss ({text}).")
         if self._failure is not None:
             name_break(self._failure, self.rewritten.explain().skipped)
@@ -819,54 +818,11 @@ def failure_in_step(
     return found
 
 
-def searched(
-    failure: NonFiniteError, model: nn.Module, run: Callable[[], Tensor], batch: Any, random: RandomState | None
-) -> list[str]:
-    """Search an eager run for the op of a failure from outside; return a remark why it could not run.
-
-    Args:
-        failure: The failure, to which the op is added.
-        model: The plain model, with the values of the step.
-        run: Computes the loss.
-        batch: The batch.
-        random: The random state before the step.
-    """
-    if not failure.is_from_outside or random is None:
-        return []
-    try:
-        with kept_state(model, batch) as state:
-
-            def begin() -> None:
-                state.restore()
-                random.restore()
-
-            found = search_eagerly(model, run, begin, [batch])
-    except Exception as err:  # of any kind: the failure has the line of the graph break
-        return [f"The step could not be searched in eager mode ({type(err).__name__}: {_first_line(err)})."]
-    if found is not None:
-        failure.op, failure.source, failure.in_backward = found.op, found.source, found.in_backward
-        failure.story = replace(found.story, parameter=failure.story.parameter)
-        failure.cause, failure.is_from_outside = "", False
-        if not found.in_backward and failure.percent == 0:  # of a gradient that is finite
-            failure.site, failure.percent = found.site, found.percent
-    return []
-
-
-def name_break(failure: NonFiniteError, skipped: Sequence[str]) -> None:
-    """Name the lines of graph breaks in a failure from there."""
-    if not (skipped and failure.is_from_outside):
-        return
-    lines = "; ".join(dict.fromkeys(skipped[-_MOST_BREAKS:]))
-    failure.cause = f"the value comes from where the tracer cannot follow: {lines}"
-    match = _LINE.match(skipped[-1])
-    failure.source = match[0] if match else ""
-
-
 def _remarks(model: RewrittenModule) -> tuple[str, ...]:
     parameters = dict(model.named_parameters())
     unused = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    found = [f"{_named(unused)} got no gradient: nothing that reaches the loss reads them."] if unused else []
+    found = [f"{_named(unused)} {_UNREAD}"] if unused else []
     found += [f"{_named(frozen)} are frozen (requires_grad=False)."] if frozen else []
     found += [f"Not seen by the tracer, and not judged: {line}." for line in model.explain().skipped]
     return tuple(found)
@@ -881,15 +837,10 @@ def _no_clip(clip: float) -> str:
 
 def _beside(reason: Exception | str) -> str:
     """Return the remark on a loss beside the graph; of a graph break with its line."""
-    text = _first_line(reason) if isinstance(reason, Exception) else reason
+    text = first_line(reason) if isinstance(reason, Exception) else reason
     if isinstance(reason, GraphBreakError) and (line := _BROKEN_LINE.search(str(reason))):
         text = f"{line[1]}: {text.partition(': ')[2]}"
     return f"The loss is computed beside the graph: {text.rstrip('.')}."
-
-
-def _first_line(err: Exception) -> str:
-    """Return the first line of an error's text, else its type."""
-    return str(err).strip().partition("\n")[0] or type(err).__name__
 
 
 def _named(names: list[str]) -> str:

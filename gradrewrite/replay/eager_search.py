@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradrewrite._utils.tensors import computable, tensors_in
-from gradrewrite.errors import Story
+from gradrewrite.errors import NonFiniteError, Story
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.replay.noted_calls import BatchSizes, NotedCall, operand_of
 from gradrewrite.replay.observations import Repair, is_finite
@@ -53,6 +53,17 @@ class EagerRoot:
         """The value that it made."""
         module, _, op = self.op.rpartition("/")
         return Site("activation", self.op, module, op, shape=self.shape, source=self.source)
+
+    def error(self) -> NonFiniteError:
+        """Return it as an error."""
+        return NonFiniteError(
+            self.site,
+            percent=self.percent,
+            op=self.op,
+            source=self.source,
+            in_backward=self.in_backward,
+            story=self.story,
+        )
 
 
 @dataclass

@@ -53,6 +53,7 @@ FROM_BEHIND = "the gradient that came from behind this part of the model was not
 BEFORE_BREAK = "from before a graph break was not finite already"
 ADVICE_ON_GIVEN = {
     "loss": "Look at the loss function: log, sqrt, a division by zero or by an empty mask; clamp its argument.",
+    "behind": "gr.locate(model, *inputs) with the batch of that step names the op, behind a graph break too.",
     "input": "Look at the batch of that step, and filter such examples before they reach the model.",
     "parameter": "Look at the update before that step, and at what the parameter began with.",
     "buffer": "Look at what the buffer is computed from when the model is made, or at the step that wrote it.",
@@ -402,7 +403,8 @@ class _Replay(Observing):
         given = self.states[node].given
         why = "" if reason is None else reason.why
         known = self._replay_graph.inputs.get(node.name)
-        advice = ADVICE_ON_GIVEN.get("loss" if known is None else known.role, "") if node.op == "placeholder" else ""
+        role = ("loss" if self._replay_graph.is_whole else "behind") if known is None else known.role
+        advice = ADVICE_ON_GIVEN.get(role, "") if node.op == "placeholder" else ""
         return Story(
             why=why,
             facts=tuple(self._facts_of_batch(reason, rows, given)),
