@@ -232,26 +232,31 @@ def diagnose(
         kept = (text for text in evidence.remarks if not (is_said and text.endswith(_UNREAD)))
         evidence = replace(evidence, audited=faults, remarks=(*kept, *remarks))
         health = examine(recorded, evidence=evidence)
-        trials = {}
-        if try_clips:
-            trials = {AS_IT_IS: Trial(losses, is_bad=health.verdict.outcome == "non-finite")}
-            trials["global clip"] = train.tried(
-                stream, on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND)), "global clip"
-            )
-            eps = next(
-                (c.figures["suggested_eps"] for c in health.verdict.causes if "suggested_eps" in c.figures), None
-            )
-            if eps is not None:
-                trials[f"eps={eps:g}"] = train.tried(stream, [], f"eps={eps:g}", eps=eps)
-            if policy := _policy(health):
-                trials[SUGGESTED] = train.tried(stream, _evaluated(policy), SUGGESTED)
-                if not trials[SUGGESTED].is_better_than(trials[AS_IT_IS]):
-                    health = without_rules(
-                        health, f"Tried, and of no help, so that it is not suggested: {_on_one_line(policy)}."
-                    )
+        trials, health = _trials(train, stream, losses, health) if try_clips else ({}, health)
     verdict = health.verdict
     texts = verdict.outcome, verdict.causes, verdict.remarks, verdict.text, _policy(health)
     return Diagnosis(*texts, trials, health, train.graph, audited)
+
+
+def _trials(train: _Trainer, batches: Iterable[Any], losses: Trial, health: Health) -> tuple[dict[str, Trial], Health]:
+    """Return the trials, and the judgement without rules that do not help or cannot be tried."""
+    trials = {AS_IT_IS: Trial(losses, is_bad=health.verdict.outcome == "non-finite")}
+    eps = next((c.figures["suggested_eps"] for c in health.verdict.causes if "suggested_eps" in c.figures), None)
+    policy = _policy(health)
+    wanted: list[tuple[str, Policy, dict[str, float]]] = [
+        ("global clip", on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND)), {}),
+        *([(f"eps={eps:g}", [], {"eps": eps})] if eps is not None else []),
+        *([(SUGGESTED, _evaluated(policy), {})] if policy else []),
+    ]
+    try:
+        for name, own, settings in wanted:
+            trials[name] = train.tried(batches, own, name, **settings)
+    except TraceError as err:  # a loss that differentiates the model again is in no graph with a policy
+        return trials, without_rules(health, f"No policy could be tried: {first_line(err)}.")
+    if policy and not trials[SUGGESTED].is_better_than(trials[AS_IT_IS]):
+        remark = f"Tried, and of no help, so that it is not suggested: {_on_one_line(policy)}."
+        return trials, without_rules(health, remark)
+    return trials, health
 
 
 def _policy(health: Health) -> str:
@@ -657,6 +662,8 @@ class _Run:
             value = self._loss(rewritten, batch, Targets())
             value.backward()
             return math.isfinite(float(value.detach())) and has_finite_gradients(self._model)
+        except TraceError:  # it cannot be tried, as in a loss that differentiates the model again
+            return False
         finally:
             restore(rewritten)
 

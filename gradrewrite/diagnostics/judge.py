@@ -291,10 +291,9 @@ class Judge:
 
     def _large_batch(self) -> list[tuple[float, int, str]]:
         """Return by how much its values are too large, its step, and a sentence; empty without one."""
-        finite = [size for size in self.evidence.batches.values() if math.isfinite(size)]
-        usual = median(finite) if finite else 0.0
         for step, size in self.evidence.batches.items():
-            if usual > 0 and not size <= LARGE_BATCH * usual and self._goes_wrong(step):
+            usual = _usual(self.evidence.batches, step, range(step, step + 1))
+            if 0 < usual < math.inf and not size <= LARGE_BATCH * usual and self._goes_wrong(step):
                 times = f"{words(size / usual)} times the usual {words(usual)}"
                 batch = f"The batch of {self.run.place(step)}"
                 text = f"{batch} has values up to {words(size)}, {times}, and the step goes wrong."
@@ -311,9 +310,7 @@ class Judge:
 
     def _goes_wrong(self, step: int) -> bool:
         near = [size for number, size in self.sizes.items() if step <= number < step + _NEAR]
-        others = [size for number, size in self.sizes.items() if number not in range(step, step + _NEAR)]
-        finite = [size for size in others if math.isfinite(size)]
-        most = RISES * median(finite) if finite else math.inf
+        most = RISES * _usual(self.sizes, step, range(step, step + _NEAR))
         return not all(size < most for size in near)
 
     def spike(self) -> list[Cause]:
@@ -415,6 +412,13 @@ class Judge:
         ]
         others = [one.text for one in self.findings if not one.kind.startswith("clip")]
         return [*found, *(cause.text for cause in self.hidden_layer()), *others]
+
+
+def _usual(sizes: Mapping[int, float], step: int, own: range) -> float:
+    """Return the median size before a step, or, where there are few steps, of all others; infinite without one."""
+    finite = {number: size for number, size in sizes.items() if math.isfinite(size) and number not in own}
+    before = [size for number, size in finite.items() if number < step]
+    return median(before if len(before) >= MIN_LOSSES else finite.values() or [math.inf])
 
 
 def _has_exploded(update: Cause) -> bool:

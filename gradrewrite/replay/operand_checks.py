@@ -314,6 +314,13 @@ def log_factor(call: OpCall) -> Found:
     return (f"log of {extreme(y, where, high=False)}{share(where)}{rounded(call)}", where) if where.any() else None
 
 
+def singular(call: OpCall) -> Found:
+    """Matrices with a determinant of 0, or of a negative number."""
+    where = call.is_bad
+    sign = "0" if not torch.isnan(call.result).any() else "0 or less"
+    return f"{call.op.removeprefix('linalg_')} of a determinant of {sign}{share(where)}", where
+
+
 def at_pole(call: OpCall) -> Found:
     """0 or a negative whole number, where the gamma function is infinite."""
     x = call.operand(0)

@@ -50,7 +50,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "root at 0",
         _AT_ZERO,
-        "Add the epsilon inside of the root, sqrt(x + 1e-12): its derivative at 0 is infinite, and an "
+        "Add the epsilon inside of the root, sqrt(x + 1e-12), (x + 1e-12) ** p: its derivative at 0 is infinite, and an "
         "epsilon behind the "
         "root does not help; nor does a where behind it.",
         checks.derivative_at_zero,
@@ -85,6 +85,24 @@ TABLE: tuple[Row, ...] = (
         checks.derivative_at_zero,
         repairs.kink_moved,
         of=("truediv", "div", "true_divide", "divide", "reciprocal", "rtruediv"),
+    ),
+    Row(
+        "equal eigenvalues",
+        ("div", "reciprocal"),
+        "The derivative of eigenvectors and of singular vectors divides by the differences of the values: add a small "
+        "diagonal with different entries before it, leave such examples out, or compute from the values alone "
+        "(eigvalsh, svdvals).",
+        checks.divisor_zero,
+        repairs.changed(1, repairs.not_zero),
+        of=("linalg_eigh", "linalg_svd", "linalg_eig", "svd", "eigh", "eig"),
+        operands=(1,),
+    ),
+    Row(
+        "logarithm of a determinant of 0",
+        ("linalg_slogdet", "logdet", "slogdet"),
+        "Make the matrix regular before it: a + 1e-6 * torch.eye(n), of a covariance by its Cholesky factor.",
+        checks.singular,
+        repairs.changed(0, repairs.regular),
     ),
     Row(
         "ctc_loss of a target longer than its input",
@@ -176,9 +194,17 @@ TABLE: tuple[Row, ...] = (
         "0/0 of a norm",
         ("div",),
         "A vector of zeros has no direction: take F.normalize(x, dim=-1) or F.cosine_similarity, or bound the divisor "
-        "before it, x / norm.clamp_min(1e-6). A root that is written out needs the epsilon inside, "
-        f"(x.square().sum(-1, keepdim=True) + 1e-12).sqrt(); {_CAUTION}.",
-        checks.zero_by_zero_of("linalg_vector_norm", "norm", "linalg_norm", "sqrt"),
+        f"before it, x / norm.clamp_min(1e-6); {_CAUTION}.",
+        checks.zero_by_zero_of("linalg_vector_norm", "norm", "linalg_norm"),
+        repairs.changed(1, repairs.not_zero),
+        operands=(1,),
+    ),
+    Row(
+        "0/0 of a root",
+        ("div",),
+        "Add the epsilon inside of the root, x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt(): at 0 its derivative "
+        "is infinite, and an epsilon or a clamp behind it mends the value, not the gradient.",
+        checks.zero_by_zero_of("sqrt"),
         repairs.changed(1, repairs.not_zero),
         operands=(1,),
     ),

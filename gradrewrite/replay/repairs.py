@@ -68,6 +68,11 @@ def of_one(args: Arguments) -> Arguments:
     return [x.new_zeros([max(1, size) for size in x.shape]), *args[1:]] if isinstance(x, Tensor) else args
 
 
+def regular(x: Tensor) -> Tensor:
+    """Add a small diagonal to square matrices."""
+    return x + 1e-3 * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+
+
 def open_rows(args: Arguments) -> Arguments:
     """Replace rows of -inf by 0."""
     x, dim = args[0], args[1] if len(args) > 1 else -1
