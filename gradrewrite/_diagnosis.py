@@ -252,7 +252,7 @@ def _trials(train: _Trainer, batches: Iterable[Any], losses: Trial, health: Heal
         for name, own, settings in wanted:
             trials[name] = train.tried(batches, own, name, **settings)
     except TraceError as err:  # a loss that differentiates the model again is in no graph with a policy
-        return trials, without_rules(health, f"No policy could be tried: {first_line(err)}.")
+        return trials, without_rules(health, f"No policy could be tried: {first_line(err).partition('. ')[0]}.")
     if policy and not trials[SUGGESTED].is_better_than(trials[AS_IT_IS]):
         remark = f"Tried, and of no help, so that it is not suggested: {_on_one_line(policy)}."
         return trials, without_rules(health, remark)

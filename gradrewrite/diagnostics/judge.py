@@ -292,7 +292,7 @@ class Judge:
     def _large_batch(self) -> list[tuple[float, int, str]]:
         """Return by how much its values are too large, its step, and a sentence; empty without one."""
         for step, size in self.evidence.batches.items():
-            usual = _usual(self.evidence.batches, step, range(step, step + 1))
+            usual = self._usual(self.evidence.batches, step, 1)
             if 0 < usual < math.inf and not size <= LARGE_BATCH * usual and self._goes_wrong(step):
                 times = f"{words(size / usual)} times the usual {words(usual)}"
                 batch = f"The batch of {self.run.place(step)}"
@@ -308,9 +308,16 @@ class Judge:
         known = {name: getattr(failure, name) for name in ("source", "operands", "indices", "parameter", "cover")}
         return replace(cause, text=f"{cause.text} {failure.text}", **known)
 
+    def _usual(self, sizes: Mapping[int, float], step: int, count: int) -> float:
+        """Return the median size of other steps than these, in a training that goes wrong of those before them."""
+        others = {n: size for n, size in sizes.items() if math.isfinite(size) and n not in range(step, step + count)}
+        before = [size for number, size in others.items() if number < step]
+        is_wrong = self.outcome in ("diverges", "non-finite") and len(before) >= MIN_LOSSES
+        return median(before if is_wrong else others.values() or [math.inf])
+
     def _goes_wrong(self, step: int) -> bool:
         near = [size for number, size in self.sizes.items() if step <= number < step + _NEAR]
-        most = RISES * _usual(self.sizes, step, range(step, step + _NEAR))
+        most = RISES * self._usual(self.sizes, step, _NEAR)
         return not all(size < most for size in near)
 
     def spike(self) -> list[Cause]:
@@ -412,13 +419,6 @@ class Judge:
         ]
         others = [one.text for one in self.findings if not one.kind.startswith("clip")]
         return [*found, *(cause.text for cause in self.hidden_layer()), *others]
-
-
-def _usual(sizes: Mapping[int, float], step: int, own: range) -> float:
-    """Return the median size before a step, or, where there are few steps, of all others; infinite without one."""
-    finite = {number: size for number, size in sizes.items() if math.isfinite(size) and number not in own}
-    before = [size for number, size in finite.items() if number < step]
-    return median(before if len(before) >= MIN_LOSSES else finite.values() or [math.inf])
 
 
 def _has_exploded(update: Cause) -> bool:

@@ -40,9 +40,8 @@ class Trial(tuple[float, ...]):
         finite = [loss for loss in self if math.isfinite(loss)]
         parts = [f"{len(self)} step{'s' * (len(self) != 1)}"]
         if finite:
-            parts.append(
-                f"loss {words(self[0])} -> {words(self[-1])}, mean {words(mean_of(finite))}, at the end {words(self.end)}"
-            )
+            mean, end = words(mean_of(finite)), words(self.end)
+            parts.append(f"loss {words(self[0])} -> {words(self[-1])}, mean {mean}, at the end {end}")
         if self.skipped:
             parts.append(f"skipped {self.skipped} of {len(self)}")
         if self.is_bad:

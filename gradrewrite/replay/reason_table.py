@@ -50,9 +50,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "root at 0",
         _AT_ZERO,
-        "Add the epsilon inside of the root, sqrt(x + 1e-12), (x + 1e-12) ** p: its derivative at 0 is infinite, and an "
-        "epsilon behind the "
-        "root does not help; nor does a where behind it.",
+        "Add the epsilon inside of the root, sqrt(x + 1e-12), (x + 1e-12) ** p: its derivative at 0 is infinite, and "
+        "an epsilon behind the root does not help; nor does a where behind it.",
         checks.derivative_at_zero,
         repairs.kink_moved,
         of=_ROOTS,
@@ -202,8 +201,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "0/0 of a root",
         ("div",),
-        "Add the epsilon inside of the root, x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt(): at 0 its derivative "
-        "is infinite, and an epsilon or a clamp behind it mends the value, not the gradient.",
+        "Add the epsilon inside of the root, x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt(): at 0 its "
+        "derivative is infinite, and an epsilon or a clamp behind it mends the value, not the gradient.",
         checks.zero_by_zero_of("sqrt"),
         repairs.changed(1, repairs.not_zero),
         operands=(1,),
