@@ -569,7 +569,7 @@ class _Run:
         return self._plain or self.rewritten.monitor.steps()
 
     def _record_plainly(self) -> bool:
-        """Record the gradients of a step of which nothing could be traced; return whether it is one."""
+        """Record the gradients of a step without a graph; return whether it is one."""
         if self._num_graphs and not self._plain:
             return False
         if not self._plain:

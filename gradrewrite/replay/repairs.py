@@ -35,7 +35,7 @@ def changed(number: int, change: Callable[[Tensor], Tensor]) -> Callable[[Argume
 
 
 def least(x: Tensor) -> Tensor:
-    """Bound a value from below by a small positive number, whose inverse its dtype holds."""
+    """Bound a value from below by a small positive number with a finite inverse."""
     return x.clamp_min(max(1e-6, torch.finfo(x.dtype).tiny ** 0.5))
 
 

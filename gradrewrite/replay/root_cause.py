@@ -137,7 +137,10 @@ def _from_replays(
 
 
 def _story(root: RootCause, others: Sequence[RootCause], later: Sequence[RootCause] | None) -> Story:
-    """Return the story of the first root, with the others and what its advice leaves to mend; None: it does not."""
+    """Return the story of the first root.
+
+    ``later`` are the roots behind its repair; None where that does not mend the step.
+    """
     keys = {(root.op, root.source, root.came_in)}
     others = [one for one in others if not (root.is_forward and (one.is_from_outside or one.is_again))]
     rest: dict[tuple[str, str, str], RootCause] = {}
@@ -162,7 +165,7 @@ def _root_text(root: RootCause) -> str:
 
 
 def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> list[RootCause] | None:
-    """Follow the advice, at the ops or at what they read; return what is to be mended behind it, None if it fails."""
+    """Follow the advice, at the ops or at their operands; return further roots, None if it fails."""
     if not any(root.repair and root.node not in _tangents(graph) for graph, e in _pairs(graphs, results) for root in e):
         return None
     ways = []
@@ -186,7 +189,7 @@ def _tangents(graph: CheckedGraph) -> Collection[str]:
 
 
 def _mended(snapshot: StepSnapshot | None, roots: Sequence[RootCause], *, at_operands: bool) -> list[RootCause] | None:
-    """Replay with repairs, also of what they uncover; return the latter, None if the step is not finite then."""
+    """Replay with repairs, also of further roots; return those, None if the step is not finite then."""
     known, later = list(roots), list[RootCause]()
     for _ in range(_ROUNDS):
         if snapshot is None or not known:
