@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from gradrewrite import passes
-from gradrewrite._locate import locate_in_step
+from gradrewrite._locate import first_line, locate_in_step, name_break, searched
 from gradrewrite._utils.progress import current_progress, show_progress
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
 from gradrewrite.auditing.findings import Audit
-from gradrewrite.auditing.kept_state import kept_state
 from gradrewrite.auditing.update_watch import UpdateWatch, began_with
 from gradrewrite.auditing.verdicts import audit_step
 from gradrewrite.backends.model_state import ModelState, state_of
@@ -35,10 +34,10 @@ from gradrewrite.diagnostics.constant_answers import Classes, Targets
 from gradrewrite.diagnostics.health import Health, examine, without_rules
 from gradrewrite.diagnostics.judge import KEEP_ZEROS, SKIP, Evidence, Remedy
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, is_in_errors_alone
-from gradrewrite.diagnostics.run_log import last_run
+from gradrewrite.diagnostics.run_log import Step, last_run
 from gradrewrite.diagnostics.trials import Trial, lines_of
 from gradrewrite.diagnostics.used_gradients import checked_clip
-from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, TraceError
+from gradrewrite.errors import GraphBreakError, NonFiniteError, NotRewrittenError, RewriteWarning, Story, TraceError
 from gradrewrite.ir.joint_graph import JointGraph
 from gradrewrite.module import RewrittenModule, restore, shown, transform
 from gradrewrite.monitoring.monitor import Monitor
@@ -46,7 +45,7 @@ from gradrewrite.optimizer.guard import guard
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.rules import leave_out_unsupported, on
-from gradrewrite.replay.eager_search import search_eagerly
+from gradrewrite.replay.observations import is_finite
 from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.sites import Site
 
@@ -60,12 +59,11 @@ AS_IT_IS, SUGGESTED = "as it is", "suggested policy"
 GLOBAL_BOUND = 1.0  # of the global clip that is tried, as most trainings have it
 _RECTIFIERS = frozenset(("relu", "relu_", "relu6", "threshold"))
 _SATURATING = frozenset(("tanh", "tanh_", "sigmoid", "sigmoid_"))
+_UNREAD = "got no gradient: nothing that reaches the loss reads them."
 _NAMED = 5  # parameters in one remark
-_LINE = re.compile(r'[^"]+:\d+ ".*"(?=: )')  # before the reason of a graph break
 _BROKEN_LINE = re.compile(r'\n +([^"\n]+:\d+ ".*")\n')  # in the error of a graph break
 _MOST_GRAPHS = 4  # of a model with its loss: a Python value that changes, as a counter, makes one a step
 _MOST_FOLLOWING = 3  # batches behind a step that is not finite, to tell whether skipping it helps
-_MOST_BREAKS = 3  # in the text of one cause
 
 
 @dataclass(frozen=True)
@@ -226,32 +224,39 @@ def diagnose(
         stream: Iterable[Any] = list(_stream(batches, number)) if try_clips else _stream(batches, number)
         first = next(iter(stream))
         stream = stream if isinstance(stream, list) else itertools.chain([first], stream)
-        monitor, losses, evidence = train(stream, observe)
-        evidence = train.with_remedies(monitor, evidence)
+        recorded, losses, evidence = train(stream, observe)
+        evidence = train.with_remedies(recorded, evidence)
         audited, remarks = train.audited(first)
         faults = () if audited is None else tuple(map(with_line, audited.causes))
-        evidence = replace(evidence, audited=faults, remarks=(*evidence.remarks, *remarks))
-        health = examine(monitor.steps(), evidence=evidence)
-        trials = {}
-        if try_clips:
-            trials = {AS_IT_IS: Trial(losses, is_bad=health.verdict.outcome == "non-finite")}
-            trials["global clip"] = train.tried(
-                stream, on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND)), "global clip"
-            )
-            eps = next(
-                (c.figures["suggested_eps"] for c in health.verdict.causes if "suggested_eps" in c.figures), None
-            )
-            if eps is not None:
-                trials[f"eps={eps:g}"] = train.tried(stream, [], f"eps={eps:g}", eps=eps)
-            if policy := _policy(health):
-                trials[SUGGESTED] = train.tried(stream, _evaluated(policy), SUGGESTED)
-                if not trials[SUGGESTED].is_better_than(trials[AS_IT_IS]):
-                    health = without_rules(
-                        health, f"Tried, and of no help, so that it is not suggested: {_on_one_line(policy)}."
-                    )
+        is_said = any(one.kind == "no gradient" for one in faults)
+        kept = (text for text in evidence.remarks if not (is_said and text.endswith(_UNREAD)))
+        evidence = replace(evidence, audited=faults, remarks=(*kept, *remarks))
+        health = examine(recorded, evidence=evidence)
+        trials, health = _trials(train, stream, losses, health) if try_clips else ({}, health)
     verdict = health.verdict
     texts = verdict.outcome, verdict.causes, verdict.remarks, verdict.text, _policy(health)
     return Diagnosis(*texts, trials, health, train.graph, audited)
+
+
+def _trials(train: _Trainer, batches: Iterable[Any], losses: Trial, health: Health) -> tuple[dict[str, Trial], Health]:
+    """Return the trials, and the judgement without rules that do not help or cannot be tried."""
+    trials = {AS_IT_IS: Trial(losses, is_bad=health.verdict.outcome == "non-finite")}
+    eps = next((c.figures["suggested_eps"] for c in health.verdict.causes if "suggested_eps" in c.figures), None)
+    policy = _policy(health)
+    wanted: list[tuple[str, Policy, dict[str, float]]] = [
+        ("global clip", on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND)), {}),
+        *([(f"eps={eps:g}", [], {"eps": eps})] if eps is not None else []),
+        *([(SUGGESTED, _evaluated(policy), {})] if policy else []),
+    ]
+    try:
+        for name, own, settings in wanted:
+            trials[name] = train.tried(batches, own, name, **settings)
+    except TraceError as err:  # a loss that differentiates the model again is in no graph with a policy
+        return trials, without_rules(health, f"No policy could be tried: {first_line(err).partition('. ')[0]}.")
+    if policy and not trials[SUGGESTED].is_better_than(trials[AS_IT_IS]):
+        remark = f"Tried, and of no help, so that it is not suggested: {_on_one_line(policy)}."
+        return trials, without_rules(health, remark)
+    return trials, health
 
 
 def _policy(health: Health) -> str:
@@ -391,11 +396,11 @@ class _Trainer:
                 warnings.simplefilter("ignore")  # of the model: the training has said them
                 return audit_step(model, args, kwargs, compute_loss, optimizer), []
         except Exception as err:  # the training has run: it keeps its verdict
-            return None, [f"The step could not be audited ({type(err).__name__}: {_first_line(err)})."]
+            return None, [f"The step could not be audited ({type(err).__name__}: {first_line(err)})."]
 
     def __call__(
         self, batches: Iterable[Any], policy: Policy, stage: str = "training"
-    ) -> tuple[Monitor, Trial, Evidence]:
+    ) -> tuple[Sequence[Step], Trial, Evidence]:
         """Train one copy with a policy; stop at the first step that is not finite, unless it is skipped.
 
         Where the model is not one graph, another copy trains from the start, in parts.
@@ -408,7 +413,7 @@ class _Trainer:
 
     def _train(
         self, batches: Iterable[Any], policy: Policy, stage: str, *, fullgraph: bool
-    ) -> tuple[Monitor, Trial, Evidence]:
+    ) -> tuple[Sequence[Step], Trial, Evidence]:
         model, optimizer = self._copies()
         run = _Run(self, model, policy, optimizer, fullgraph=fullgraph)
         if optimizer is not None and policy is not observe:
@@ -431,18 +436,18 @@ class _Trainer:
                 if is_bad:
                     break
             recurrent = run.look(batch) if policy is observe else frozenset()
-            monitor, evidence = run.rewritten.monitor, run.evidence(recurrent)
+            evidence = run.evidence(recurrent)
             if policy is observe:
                 self.graph = run.graph
             if has_failed:
                 self.failed = run, batch, list(itertools.islice(batches, _MOST_FOLLOWING))
-        return monitor, Trial(run.losses, monitor.skipped, is_bad=is_bad), evidence
+        return run.recorded, Trial(run.losses, run.rewritten.monitor.skipped, is_bad=is_bad), evidence
 
-    def with_remedies(self, monitor: Monitor, evidence: Evidence) -> Evidence:
+    def with_remedies(self, recorded: Sequence[Step], evidence: Evidence) -> Evidence:
         """Add the rules that help against an op at fault, and let go of the copy that failed."""
         failed, self.failed = self.failed, None
         if failed is None or not any(
-            cause.kind == "non-finite op" for cause in examine(monitor.steps(), evidence=evidence).verdict.causes
+            cause.kind == "non-finite op" for cause in examine(recorded, evidence=evidence).verdict.causes
         ):
             return evidence
         run, batch, following = failed
@@ -501,6 +506,7 @@ class _Run:
         self._began = began_with(model) if self._is_observed else {}
         self._update: Cause | None = None  # in the last one
         self._sizes: dict[int, float] = {}
+        self._plain: list[Step] = []  # where nothing can be traced
         self._failure: NonFiniteError | None = None
         self._remarks: list[str] = []
         self._targets, self._classes = Targets(), Classes()
@@ -560,18 +566,29 @@ class _Run:
         finite = [t[torch.isfinite(t)].abs() for t in real]
         if sizes := [float(t.max()) for t in finite if t.numel()]:
             self._sizes[len(self.losses) - 1] = max(sizes)
-        if self._is_observed:
-            if not self._num_graphs:
-                raise TraceError(
-                    "gr.diagnose: nothing of the model can be traced, so that nothing is recorded", code="no-backward"
-                )
+        if self._is_observed and not self._record_plainly():
             self.rewritten.monitor.log("loss", self.losses[-1])
         self._search_classes()
         if self._has_classes:
             self._classes.count(batch)
         if not self._is_observed:
             return math.isfinite(self.losses[-1]) and has_finite_gradients(self._model)
-        return not _is_bad(self.rewritten.monitor, self.losses[-1])
+        return not _is_bad(self.recorded, self.losses[-1])
+
+    @property
+    def recorded(self) -> Sequence[Step]:
+        """The steps; of a model without a graph those of its gradients."""
+        return self._plain or self.rewritten.monitor.steps()
+
+    def _record_plainly(self) -> bool:
+        """Record the gradients of a step without a graph; return whether it is one."""
+        if self._num_graphs and not self._plain:
+            return False
+        if not self._plain:
+            self._remarks.append("Nothing of the model can be traced: its loss, gradients and updates are judged.")
+        step = len(self.losses) - 1
+        self._plain.append(Step(step, {"loss@run": self.losses[-1], **_figures_of(self._model)}))
+        return True
 
     def update(self) -> bool:
         """Make an update, if any; return whether its results are finite."""
@@ -612,13 +629,17 @@ class _Run:
         """Find the op behind the last, non-finite step."""
         if not self._is_observed:
             return
-        self._failure, remark = last_failure(self.rewritten.monitor)
+        remark = ""
+        if self._plain:
+            self._failure = _failure_of(self._model, len(self.losses) - 1)
+        else:
+            self._failure, remark = last_failure(self.rewritten.monitor)
         self._remarks += [remark] if remark else []
-        if self._step is not None and not self._in_graph:
+        if self._step is not None and not self._in_graph and not self._plain:
             try:
                 self._failure = failure_in_step(self._failure, self._model, self._step, batch, self._random)
             except Exception as err:  # of any kind: the step is not finite by its records
-                text = f"{type(err).__name__}: {_first_line(err)}"
+                text = f"{type(err).__name__}: {first_line(err)}"
                 self._remarks.append(f"The step could not be run again with its loss ({text}).")
         if self._failure is not None:
             name_break(self._failure, self.rewritten.explain().skipped)
@@ -653,6 +674,8 @@ class _Run:
             value = self._loss(rewritten, batch, Targets())
             value.backward()
             return math.isfinite(float(value.detach())) and has_finite_gradients(self._model)
+        except TraceError:  # it cannot be tried, as in a loss that differentiates the model again
+            return False
         finally:
             restore(rewritten)
 
@@ -709,9 +732,37 @@ def observe_model(site: Site) -> list[Any] | None:
     return None if site.is_outside and site.kind in ("activation", "error") else observe(site)
 
 
-def _is_bad(monitor: Monitor, loss: float) -> bool:
+def _figures_of(model: nn.Module) -> dict[str, float]:
+    """Return the figures of all gradients by address."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            numbers = parameter.grad.detach()
+            numbers = numbers.to_dense() if numbers.is_sparse else numbers
+            found[f"norm@gradient:{name}"] = float(numbers.double().norm())
+            found[f"zeros@gradient:{name}"] = float((numbers == 0).double().mean())
+            found[f"nonfinite@gradient:{name}"] = float(torch.isfinite(numbers).logical_not().sum())
+    return found
+
+
+def _failure_of(model: nn.Module, step: int) -> NonFiniteError | None:
+    """Return the failure of a step without a graph, at the first gradient that is not finite, or the first of all."""
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    bad = [(name, g) for name, g in named if not is_finite(g)]
+    if not named:
+        return None
+    name, gradient = (bad or named)[0]
+    share = 100.0 * float(torch.isfinite(gradient.to_dense()).logical_not().double().mean())
+    site = Site("gradient", name, shape=tuple(gradient.shape), dtype=gradient.dtype, device=gradient.device)
+    others = [Site("gradient", other) for other, _ in bad[1:]]
+    failure = NonFiniteError(site, step=step, percent=share, others=others, is_from_outside=True)
+    failure.story = Story(parameter=name)
+    return failure
+
+
+def _is_bad(recorded: Sequence[Step], loss: float) -> bool:
     """Whether the last step is not finite; expected infinities and errors that reach no gradient do not count."""
-    run = last_run(monitor.steps())
+    run = last_run(recorded)
     last = bad_steps(run)[-1:]
     is_bad = any(one.step is run.steps[-1] and not is_in_errors_alone(run, one) for one in last)
     return is_bad or not math.isfinite(loss)
@@ -786,52 +837,11 @@ def failure_in_step(
     return found
 
 
-def searched(
-    failure: NonFiniteError, model: nn.Module, run: Callable[[], Tensor], batch: Any, random: RandomState | None
-) -> list[str]:
-    """Search an eager run for the op of a failure from outside; return a remark why it could not run.
-
-    Args:
-        failure: The failure, to which the op is added.
-        model: The plain model, with the values of the step.
-        run: Computes the loss.
-        batch: The batch.
-        random: The random state before the step.
-    """
-    if not failure.is_from_outside or random is None:
-        return []
-    try:
-        with kept_state(model, batch) as state:
-
-            def begin() -> None:
-                state.restore()
-                random.restore()
-
-            found = search_eagerly(model, run, begin, [batch])
-    except Exception as err:  # of any kind: the failure has the line of the graph break
-        return [f"The step could not be searched in eager mode ({type(err).__name__}: {_first_line(err)})."]
-    if found is not None:
-        failure.op, failure.source, failure.in_backward = found.op, found.source, found.in_backward
-        failure.story = replace(found.story, parameter=failure.story.parameter)
-        failure.cause, failure.is_from_outside = "", False
-    return []
-
-
-def name_break(failure: NonFiniteError, skipped: Sequence[str]) -> None:
-    """Name the lines of graph breaks in a failure from there."""
-    if not (skipped and failure.is_from_outside):
-        return
-    lines = "; ".join(dict.fromkeys(skipped[-_MOST_BREAKS:]))
-    failure.cause = f"the value comes from where the tracer cannot follow: {lines}"
-    match = _LINE.match(skipped[-1])
-    failure.source = match[0] if match else ""
-
-
 def _remarks(model: RewrittenModule) -> tuple[str, ...]:
     parameters = dict(model.named_parameters())
     unused = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    found = [f"{_named(unused)} got no gradient: nothing that reaches the loss reads them."] if unused else []
+    found = [f"{_named(unused)} {_UNREAD}"] if unused else []
     found += [f"{_named(frozen)} are frozen (requires_grad=False)."] if frozen else []
     found += [f"Not seen by the tracer, and not judged: {line}." for line in model.explain().skipped]
     return tuple(found)
@@ -848,15 +858,10 @@ def _no_clip(clip: float, *, is_trained: bool) -> str:
 
 def _beside(reason: Exception | str) -> str:
     """Return the remark on a loss beside the graph; of a graph break with its line."""
-    text = _first_line(reason) if isinstance(reason, Exception) else reason
+    text = first_line(reason) if isinstance(reason, Exception) else reason
     if isinstance(reason, GraphBreakError) and (line := _BROKEN_LINE.search(str(reason))):
         text = f"{line[1]}: {text.partition(': ')[2]}"
     return f"The loss is computed beside the graph: {text.rstrip('.')}."
-
-
-def _first_line(err: Exception) -> str:
-    """Return the first line of an error's text, else its type."""
-    return str(err).strip().partition("\n")[0] or type(err).__name__
 
 
 def _named(names: list[str]) -> str:

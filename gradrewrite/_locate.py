@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
+from gradrewrite.auditing.kept_state import kept_state
 from gradrewrite.backends.backend import Backend
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.entry_point import EntryPoint
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.session import Session
 from gradrewrite.backends.traced_step import METHOD, TrainingStep
-from gradrewrite.errors import NonFiniteError, TraceError
+from gradrewrite.errors import GraphBreakError, NonFiniteError, TraceError
 from gradrewrite.monitoring.monitor import Monitor, recorder_of
 from gradrewrite.policy.actions import Policy
 from gradrewrite.policy.state_store import StateStore
+from gradrewrite.replay.eager_search import EagerRoot, search_eagerly
 from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.rewriting.config import RewriteConfig
+
+_LINE = re.compile(r'[^"]+:\d+ ".*"(?=: )')  # before the reason of a graph break
+_MOST_BREAKS = 3  # in the text of one cause
 
 
 def locate(
@@ -45,7 +52,7 @@ def locate(
         gradients) is finite.
 
     Raises:
-        GraphBreakError: The tracer cannot see the whole model.
+        GraphBreakError: The tracer cannot see the whole model, and it has a policy. A plain one runs in parts then.
         TraceError: Nothing needs a gradient.
         TypeError: ``model`` is no module, or ``loss_fn`` returns no tensor with one element.
 
@@ -63,7 +70,43 @@ def locate(
     def loss_of(output: Any) -> Tensor:
         return _loss(output, loss_fn)
 
-    return run_once(original, own, args, kwargs, loss_of, states).failure(anywhere=True)
+    random = RandomState.now([*original.parameters()])
+    try:
+        failure = run_once(original, own, args, kwargs, loss_of, states).failure(anywhere=True)
+    except GraphBreakError:
+        if state is not None:
+            raise
+        return _locate_in_parts(model, args, kwargs, loss_of, random)
+    if failure is not None and state is None:
+        searched(failure, model, lambda: loss_of(model(*args, **kwargs)), (args, kwargs), random)
+    return failure
+
+
+def _locate_in_parts(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_of: Callable[[Any], Tensor],
+    random: RandomState,
+) -> NonFiniteError | None:
+    """Locate in a model that is no single graph: in its parts, and where no op of them is at fault in eager mode."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = RewriteConfig([], fullgraph=False, dynamic=False)
+        monitor, session = _run(model, config, args, kwargs, loss_of, random)
+    failure = None
+    with contextlib.suppress(RuntimeError):  # it cannot be replayed: the eager run tells
+        failure = monitor.failure(anywhere=True)
+
+    def run() -> Tensor:
+        return loss_of(model(*args, **kwargs))
+
+    if failure is None:
+        found = _search(model, run, (args, kwargs), random)
+        return None if found is None else found.error()
+    name_break(failure, session.graphs.explanation().skipped)
+    searched(failure, model, run, (args, kwargs), random)
+    return failure
 
 
 def run_once(
@@ -176,3 +219,55 @@ def sum_of_outputs(output: Any, name: str) -> Tensor:
 
 def _text(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def searched(
+    failure: NonFiniteError, model: nn.Module, run: Callable[[], Tensor], batch: Any, random: RandomState | None
+) -> list[str]:
+    """Search an eager run for the op of a failure from outside; return a remark why it could not run.
+
+    Args:
+        failure: The failure, to which the op is added.
+        model: The plain model, with the values of the step.
+        run: Computes the loss.
+        batch: The batch.
+        random: The random state before the step.
+    """
+    if not failure.is_from_outside or random is None:
+        return []
+    try:
+        found = _search(model, run, batch, random)
+    except Exception as err:  # of any kind: the failure has the line of the graph break
+        return [f"The step could not be searched in eager mode ({type(err).__name__}: {first_line(err)})."]
+    if found is not None:
+        failure.op, failure.source, failure.in_backward = found.op, found.source, found.in_backward
+        failure.story = replace(found.story, parameter=failure.story.parameter)
+        failure.cause, failure.is_from_outside = "", False
+        if not found.in_backward and failure.percent == 0:  # of a gradient that is finite
+            failure.site, failure.percent = found.site, found.percent
+    return []
+
+
+def _search(model: nn.Module, run: Callable[[], Tensor], batch: Any, random: RandomState) -> EagerRoot | None:
+    with kept_state(model, batch) as state:
+
+        def begin() -> None:
+            state.restore()
+            random.restore()
+
+        return search_eagerly(model, run, begin, [batch])
+
+
+def name_break(failure: NonFiniteError, skipped: Sequence[str]) -> None:
+    """Name the lines of graph breaks in a failure from there."""
+    if not (skipped and failure.is_from_outside):
+        return
+    lines = "; ".join(dict.fromkeys(skipped[-_MOST_BREAKS:]))
+    failure.cause = f"the value comes from where the tracer cannot follow: {lines}"
+    match = _LINE.match(skipped[-1])
+    failure.source = match[0] if match else ""
+
+
+def first_line(err: Exception) -> str:
+    """Return the first line of an error's text, else its type."""
+    return str(err).strip().partition("\n")[0] or type(err).__name__

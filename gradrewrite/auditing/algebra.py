@@ -108,7 +108,7 @@ class LinearForms:
             if isinstance(value, fx.Node):
                 form = self._forms.get(value)
                 fake = fake_of(value)
-                shape = () if fake is None else tuple(fake.shape)
+                shape = () if fake is None else tuple(map(str, fake.shape))  # a symbol has no hash
                 return value if form is None or not form else (tuple(sorted(form.items())), shape)
             if isinstance(value, list | tuple):
                 return tuple(map(key, value))

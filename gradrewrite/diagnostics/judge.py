@@ -35,6 +35,7 @@ WIDE = 1e30  # a dtype beyond it: what overflows there has exploded
 LARGEST_BOUND = 1e6  # of a suggested clip, times the smallest usual norm of a site, or times 1
 _BOUND = re.compile(r"ClipBy\w+\((\d[\d.e+-]*)\)")
 _NEAR = 3  # steps around a spike
+_NARROW = "the largest of float16"  # in the text of an overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,21 +295,38 @@ class Judge:
 
     def bad_batch(self) -> list[Cause]:
         """A batch of large values with a bad step."""
-        finite = [size for size in self.evidence.batches.values() if math.isfinite(size)]
-        usual = median(finite) if finite else 0.0
+        found = self._large_batch()
+        return [self._with_op(one) for large in found for one in self._bounded("bad batch", *large)]
+
+    def _large_batch(self) -> list[tuple[float, int, str]]:
+        """Return by how much its values are too large, its step, and a sentence; empty without one."""
         for step, size in self.evidence.batches.items():
-            if usual > 0 and not size <= LARGE_BATCH * usual and self._goes_wrong(step):
+            usual = self._usual(self.evidence.batches, step, 1)
+            if 0 < usual < math.inf and not size <= LARGE_BATCH * usual and self._goes_wrong(step):
                 times = f"{words(size / usual)} times the usual {words(usual)}"
                 batch = f"The batch of {self.run.place(step)}"
                 text = f"{batch} has values up to {words(size)}, {times}, and the step goes wrong."
-                return self._bounded("bad batch", size / usual, step, text)
+                return [(size / usual, step, text)]
         return []
+
+    def _with_op(self, cause: Cause) -> Cause:
+        """Return a cause with the op that overflows in its step."""
+        failure = self.failure
+        if self.outcome != "non-finite" or failure is None or failure.step != cause.step or not failure.source:
+            return cause
+        known = {name: getattr(failure, name) for name in ("source", "operands", "indices", "parameter", "cover")}
+        return replace(cause, text=f"{cause.text} {failure.text}", **known)
+
+    def _usual(self, sizes: Mapping[int, float], step: int, count: int) -> float:
+        """Return the median size of other steps than these, in a training that goes wrong of those before them."""
+        others = {n: size for n, size in sizes.items() if math.isfinite(size) and n not in range(step, step + count)}
+        before = [size for number, size in others.items() if number < step]
+        is_wrong = self.outcome in ("diverges", "non-finite") and len(before) >= MIN_LOSSES
+        return median(before if is_wrong else others.values() or [math.inf])
 
     def _goes_wrong(self, step: int) -> bool:
         near = [size for number, size in self.sizes.items() if step <= number < step + _NEAR]
-        others = [size for number, size in self.sizes.items() if number not in range(step, step + _NEAR)]
-        finite = [size for size in others if math.isfinite(size)]
-        most = RISES * median(finite) if finite else math.inf
+        most = RISES * self._usual(self.sizes, step, _NEAR)
         return not all(size < most for size in near)
 
     def spike(self) -> list[Cause]:
@@ -355,11 +373,18 @@ class Judge:
     def op_at_fault(self) -> list[Cause]:
         """The op behind the first non-finite value, if it is explained.
 
-        An overflow is explained by what made the values grow, as far as that is known.
+        An overflow is explained by what made the values grow, as far as that is known; one of float16 by its range,
+        unless the network itself explodes.
         """
         failure = self.failure
-        is_told = self.outcome == "non-finite" and failure is not None and failure.is_explained
-        return self.op() if is_told else []
+        if self.outcome != "non-finite" or failure is None:
+            return []
+        if failure.is_explained:
+            return self.op()
+        if _NARROW not in failure.text or self.exploding() or self.one_layer() or self.learning_rate():
+            return []
+        batch = "".join(f" {text}" for _, _, text in self._large_batch())
+        return [replace(one, text=one.text + batch) for one in self.op()]
 
     def op(self) -> list[Cause]:
         """The op behind the first non-finite value, by a replay."""

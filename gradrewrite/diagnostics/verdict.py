@@ -74,8 +74,10 @@ def judge(
     is_replayed = failure is not None and bool(failure.source or failure.is_explained)
     faulty = [] if judged.learns else [one for one in findings if traits_of(one.kind).gravity == "first"]
     faulty = [one for one in faulty if not (is_replayed and traits_of(one.kind).is_non_finite)]
-    told = [cause for cause in causes if traits_of(cause.kind).told_as is None]
-    told += [cause for cause in causes if cause.kind == "non-finite op" and failure and not faulty]
+    is_op_told = failure is not None and not faulty
+    told = [
+        one for one in causes if traits_of(one.kind).told_as is None or (is_op_told and one.kind == "non-finite op")
+    ]
     rest = [one for one in findings if one not in faulty and not any(_is_told(one, cause) for cause in told)]
     rest = [one for one in rest if not (is_replayed and traits_of(one.kind).is_non_finite)]
     rest = [] if judged.learns else [one for one in rest if one.site or not told]  # a loss: the outcome tells of it

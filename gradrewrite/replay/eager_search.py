@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradrewrite._utils.tensors import computable, tensors_in
-from gradrewrite.errors import Story
+from gradrewrite.errors import NonFiniteError, Story
 from gradrewrite.instrumentation.source_locations import user_line
 from gradrewrite.replay.noted_calls import BatchSizes, NotedCall, operand_of
-from gradrewrite.replay.observations import is_finite
+from gradrewrite.replay.observations import Repair, is_finite
 from gradrewrite.replay.reason_table import reason_of
-from gradrewrite.replay.reasons import OpCall, Reason
+from gradrewrite.replay.reasons import EarlierOp, OpCall, Reason
+from gradrewrite.sites import Site
 
 _OPS = {"truediv": "div", "true_divide": "div", "divide": "div", "rtruediv": "div", "rdiv": "div", "rsub": "sub"}
 _SWAPPED = ("rtruediv", "rdiv", "rsub")  # of the operands
+_ROUNDS = 4  # of repairs, each of what the last has uncovered
+_FAR = 4  # how many calls before are looked at
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,33 @@ class EagerRoot:
         source: Its line.
         in_backward: Whether its backward made it.
         story: Why and where.
+        shape: Of its result.
+        percent: Share of its elements that are not finite, in percent.
     """
 
     op: str
     source: str
     in_backward: bool
     story: Story
+    shape: tuple[int, ...] = ()
+    percent: float = 0.0
+
+    @property
+    def site(self) -> Site:
+        """The value that it made."""
+        module, _, op = self.op.rpartition("/")
+        return Site("activation", self.op, module, op, shape=self.shape, source=self.source)
+
+    def error(self) -> NonFiniteError:
+        """Return it as an error."""
+        return NonFiniteError(
+            self.site,
+            percent=self.percent,
+            op=self.op,
+            source=self.source,
+            in_backward=self.in_backward,
+            story=self.story,
+        )
 
 
 @dataclass
@@ -62,10 +86,10 @@ class _Call:
 
 @dataclass
 class _Recorder(TorchFunctionMode):
-    """Records the calls of torch functions, and changes the arguments of one."""
+    """Records the calls of torch functions, and changes the arguments of some."""
 
     model: nn.Module
-    repair: tuple[int, Callable[[list[Any]], list[Any]]] | None = None
+    repairs: Mapping[int, Repair]
     calls: list[_Call] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,12 +100,11 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         number, self._number = self._number, self._number + 1
-        if self.repair is not None:
-            if number != self.repair[0]:
-                return func(*args, **kwargs)
-            given = _in_order(func, _bound(func, args, kwargs))
-            return func(*_in_order(func, self.repair[1](given)))
-        result = func(*args, **kwargs)
+        repair = self.repairs.get(number)
+        if repair is None:
+            result = func(*args, **kwargs)
+        else:
+            result = func(*_in_order(func, repair(_in_order(func, _bound(func, args, kwargs)))))
         results = [t for t in tensors_in(result) if _is_real(t)]
         if results:
             reads = [t for t in tensors_in((args, kwargs)) if _is_real(t)]
@@ -116,24 +139,36 @@ def search_eagerly(
     Returns:
         The op; None if no call of a torch function made such a value.
     """
-    begin()
-    recorder = _Recorder(model)
-    with recorder, torch.enable_grad():
-        loss = run()
-    found = _Search(recorder.calls, loss, BatchSizes.of(inputs)).root()
-    if found is None:
+
+    def record() -> tuple[_Search, bool]:
+        begin()
+        recorder = _Recorder(model, repairs)
+        with recorder, torch.enable_grad():
+            loss = run()
+        leaves = [p for p in model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+        is_sound = is_finite(loss) and is_finite([g for g in gradients if g is not None])
+        return _Search(recorder.calls, loss, BatchSizes.of(inputs)), is_sound
+
+    repairs: dict[int, Repair] = {}
+    search, _ = record()
+    first = search.root()
+    found, later, is_tried = first, list[str](), False
+    while found is not None and len(repairs) < _ROUNDS and not is_tried:
+        call, reason, root = found
+        if found is not first and (root.op, root.source) != (first[2].op, first[2].source):  # type: ignore[index]
+            made = f"{'the backward of ' * root.in_backward}{root.op}, {root.source}, {root.story}"
+            later.append(f"With that alone it is not finite yet: {made}. {root.story.advice}")
+        if reason is None or reason.repair is None or call.number in repairs:
+            break
+        repairs[call.number] = reason.repair
+        search, is_tried = record()
+        found = None if is_tried else search.root()
+    if first is None:
         return None
-    call, reason, root = found
-    if reason is None or reason.repair is None:
-        return root
-    begin()
-    with _Recorder(model, (call.number, reason.repair)), torch.enable_grad():
-        loss = run()
-    leaves = [p for p in model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    is_tried = is_finite(loss) and is_finite([g for g in gradients if g is not None])
-    story = Story(**{name: getattr(root.story, name) for name in Story.__slots__} | {"is_tried": is_tried})
-    return EagerRoot(root.op, root.source, root.in_backward, story)
+    root = first[2]
+    advice = " ".join((root.story.advice, *later)) if is_tried else root.story.advice
+    return replace(root, story=replace(root.story, advice=advice, is_tried=is_tried))
 
 
 class _Search:
@@ -152,7 +187,10 @@ class _Search:
         if call is None:
             return None
         own = OpCall(
-            _OPS.get(call.name, call.name), call.args, _first_bad(call.results) if bad_error is None else bad_error
+            _OPS.get(call.name, call.name),
+            call.args,
+            _first_bad(call.results) if bad_error is None else bad_error,
+            earlier=self._earlier(call),
         )
         reason = reason_of(own)
         if bad_error is not None:
@@ -171,7 +209,23 @@ class _Search:
             cover=self._covers(call) if bad_error is None and is_finite(self._loss) else (),
             is_overflow=reason is not None and reason.is_overflow,
         )
-        return call, reason, EagerRoot(call.op, call.source, bad_error is not None, story)
+        percent = 100.0 * float(own.is_bad.double().mean())
+        return (
+            call,
+            reason,
+            EagerRoot(call.op, call.source, bad_error is not None, story, (*own.result.shape,), percent),
+        )
+
+    def _earlier(self, call: _Call) -> list[EarlierOp]:
+        """Return the calls that made its arguments, the nearest first."""
+        found = [(0, _noted(call, -1))]
+        for number, given in enumerate(call.args):
+            level = [given] if isinstance(given, Tensor) else []
+            for distance in range(_FAR):
+                makers = [made for t in level if (made := self._makers.get(id(t))) is not None and made is not call]
+                found += [(distance, _noted(made, number)) for made in makers]
+                level = [t for made in makers for t in made.reads]
+        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
     def _name(self, value: Tensor) -> str:
         made = self._makers.get(id(value))
@@ -236,6 +290,11 @@ class _Search:
                 bad.update(id(t) for t in call.results if call.is_bad)
                 found += [] if call.is_bad else [f"{call.name}, {call.source}"]
         return tuple(dict.fromkeys(found))[:2]
+
+
+def _noted(call: _Call, operand: int) -> EarlierOp:
+    numbers = tuple(arg for arg in call.args if isinstance(arg, float))
+    return EarlierOp(_OPS.get(call.name, call.name), numbers, call.results[0].dtype, operand)
 
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:

@@ -20,9 +20,12 @@ def rows_of(mask: Tensor, dim: int) -> tuple[int, ...]:
 def split_rows(mask: Tensor, batch_size: int | None, positions: int | None) -> Tensor:
     """Give the rows a dimension of their own, where dimension 0 has positions or heads behind them.
 
-    ``[B * T, ...]`` becomes ``[B, T, ...]``, and ``[B * H, T, ...]`` of attention ``[B, H, T, ...]``; other shapes
-    stay. ``positions`` is the length of the sequences, ``T``; None where it is not known.
+    ``[B * T, ...]`` becomes ``[B, T, ...]``, and ``[B * H, T, ...]`` of attention ``[B, H, T, ...]``; groups of rows,
+    ``[B / G, G, ...]``, become ``[B, ...]``; other shapes stay. ``positions`` is the length of the sequences, ``T``;
+    None where it is not known.
     """
+    if batch_size and mask.dim() > 1 and batch_size not in mask.shape and mask.shape[:2].numel() == batch_size:
+        return mask.flatten(0, 1)  # groups of rows
     if not batch_size or not positions or not mask.dim() or mask.shape[0] == batch_size or mask.shape[0] % batch_size:
         return mask
     is_flat = mask.shape[0] in [batch_size * length for length in _lengths(positions)]

@@ -53,6 +53,7 @@ FROM_BEHIND = "the gradient that came from behind this part of the model was not
 BEFORE_BREAK = "from before a graph break was not finite already"
 ADVICE_ON_GIVEN = {
     "loss": "Look at the loss function: log, sqrt, a division by zero or by an empty mask; clamp its argument.",
+    "behind": "gr.locate(model, *inputs) with the batch of that step names the op, behind a graph break too.",
     "input": "Look at the batch of that step, and filter such examples before they reach the model.",
     "parameter": "Look at the update before that step, and at what the parameter began with.",
     "buffer": "Look at what the buffer is computed from when the model is made, or at the step that wrote it.",
@@ -140,7 +141,11 @@ class _Replay(Observing):
         self._positions = self._positions_of_sites()
         self._given = self._given_values()
         inputs = self._replay_graph.inputs
-        self._batch = [n for n in self._given if (known := inputs.get(n.name)) is not None and known.role == "input"]
+        by_role = {
+            role: [n for n in self._given if (known := inputs.get(n.name)) is not None and known.role == role]
+            for role in ("input", "value")
+        }
+        self._batch = by_role["input"] or by_role["value"]  # behind a graph break
         self._sizes = BatchSizes.of([self._given[node][0] for node in self._batch])
 
     def result(self) -> ReplayResult:
@@ -396,7 +401,8 @@ class _Replay(Observing):
 
     def _repair_of(self, node: fx.Node, call: NotedCall | None) -> Repair | None:
         if node.op == "placeholder":
-            is_given = node.name in self._replay_graph.inputs
+            known = self._replay_graph
+            is_given = node.name in known.inputs or (node.name in known.tangents and not known.is_whole)
             return (lambda values: [torch.nan_to_num(values[0], 0.0, 0.0, 0.0)]) if is_given else None
         return None if call is None or call.reason is None else call.reason.repair
 
@@ -409,7 +415,8 @@ class _Replay(Observing):
         given = self.states[node].given
         why = "" if reason is None else reason.why
         known = self._replay_graph.inputs.get(node.name)
-        advice = ADVICE_ON_GIVEN.get("loss" if known is None else known.role, "") if node.op == "placeholder" else ""
+        role = ("loss" if self._replay_graph.is_whole else "behind") if known is None else known.role
+        advice = ADVICE_ON_GIVEN.get(role, "") if node.op == "placeholder" else ""
         return Story(
             why=why,
             facts=tuple(self._facts_of_batch(reason, rows, given)),

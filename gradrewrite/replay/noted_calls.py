@@ -144,7 +144,9 @@ def common_value(batch: Mapping[str, Any], rows: Sequence[int]) -> str:
             continue
         if rows and max(rows) < len(value):
             own = value[list(rows)]
-            if len(own) < len(value) and int((value == own[0]).sum()) == len(own) == int((own == own[0]).sum()):
+            is_own = int((value == own[0]).sum()) == len(own) == int((own == own[0]).sum())
+            is_at_end = own[0] in (value.min(), value.max())  # one row has many numbers that no other has
+            if is_own and len(own) < len(value) and (len(own) > 1 or is_at_end):
                 return f"{name} is {int(own[0])}"
     return ""
 
@@ -173,18 +175,20 @@ def reads_values(node: fx.Node) -> bool:
 
 def earlier_ops(node: fx.Node) -> list[EarlierOp]:
     """Return the ops before a node, the nearest first."""
-    found, seen, level = [], {node}, [node]
-    for _ in range(_FAR):
-        level = [read for one in level for read in one.all_input_nodes if read not in seen]
-        seen.update(level)
-        found += [_earlier(one) for one in dict.fromkeys(level) if one.op == "call_function"]
-    return [_earlier(node), *found]
+    found = [(0, _earlier(node, -1))]
+    for number, given in enumerate(node.args):
+        level, seen = [given] if isinstance(given, fx.Node) else [], {node}
+        for distance in range(_FAR):
+            seen.update(level)
+            found += [(distance, _earlier(one, number)) for one in dict.fromkeys(level) if one.op == "call_function"]
+            level = [read for one in level for read in one.all_input_nodes if read not in seen]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def _earlier(node: fx.Node) -> EarlierOp:
+def _earlier(node: fx.Node, operand: int) -> EarlierOp:
     value = node.meta.get("val")
     numbers = tuple(float(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, float))
-    return EarlierOp(op_name(node), numbers, value.dtype if isinstance(value, Tensor) else None)
+    return EarlierOp(op_name(node), numbers, value.dtype if isinstance(value, Tensor) else None, operand)
 
 
 def _is_dense(value: Tensor) -> bool:

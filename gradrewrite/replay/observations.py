@@ -71,6 +71,8 @@ class Observing(fx.Interpreter):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node in self.repairs:
             args, kwargs = _repaired(self.repairs[node], args, kwargs)
+        if self.repairs and torch.float32 in (types := {t.dtype for t in tensors_in(args)}) and torch.float16 in types:
+            args = fx.node.map_aggregate(args, _wide)  # of an op behind one that computes in float32 now
         result = operators.run_node(node, args, kwargs)
         if node in self.mended:
             (result,) = self.mended[node]([result])
@@ -101,6 +103,10 @@ def _repaired(repair: Repair, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Return the arguments of a call with some of them changed."""
     values = repair([*args, *kwargs.values()])
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
 
 
 def merged(states: Iterable[ValueState]) -> ValueState:

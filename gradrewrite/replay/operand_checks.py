@@ -25,7 +25,23 @@ SUMS = (
     "dot",
     "prod",
 )
-WORDS = {"to_copy": "cast", "mm": "matrix product", "bmm": "matrix product", "addmm": "matrix product"}
+WORDS = {
+    "to_copy": "cast",
+    "mm": "matrix product",
+    "bmm": "matrix product",
+    "addmm": "matrix product",
+    "linalg_vector_norm": "norm",
+    "linalg_norm": "norm",
+    "sqrt": "root",
+    "std": "standard deviation",
+    "var": "standard deviation",
+    "std_mean": "standard deviation",
+}
+_PASSED = (  # on the way from an op to a divisor
+    "unsqueeze", "squeeze", "expand", "expand_as", "view", "reshape", "repeat_interleave", "clone", "alias", "detach",
+    "mul", "getitem", "select", "slice", "permute", "transpose", "t", "to_copy", "to", "float", "contiguous", "index",
+    "gather", "add", "clamp", "clamp_min",
+)  # fmt: skip
 
 
 def share(where: Tensor) -> str:
@@ -126,6 +142,18 @@ def underflow_in_divisor(call: OpCall) -> Found:
         return None
     dtype = short(call.operand(1).dtype)
     return f"divisor 0{share(found[0])}: every exp in it is too small for {dtype} and is 0", found[0]
+
+
+def zero_by_zero_of(*ops: str) -> Callable[[OpCall], Found]:
+    """0 divided by 0, where one of these ops made the divisor."""
+
+    def find(call: OpCall) -> Found:
+        made = call.made_by(1, _PASSED)
+        made = call.made_by(1, (*_PASSED, "sqrt", "pow")) if made in ("sqrt", "pow") and "var" in ops else made
+        found = zero_by_zero(call) if made in ops else None
+        return None if found is None else (f"{found[0]}: the {WORDS.get(made, made)} is 0", found[1])
+
+    return find
 
 
 def zero_by_zero(call: OpCall) -> Found:
@@ -263,15 +291,41 @@ def one_element(call: OpCall) -> Found:
 
 
 def no_targets(call: OpCall) -> Found:
-    """Targets that are all ignored."""
-    target = call.args[1] if len(call.args) > 1 else None
-    if not isinstance(target, Tensor) or target.is_floating_point():
+    """Targets that are all ignored, or all of weight 0."""
+    at = next((n for n, x in enumerate(call.args) if isinstance(x, Tensor) and not x.is_floating_point()), None)
+    if at is None:
         return None
+    target, weight = call.args[at], call.args[at + 1] if at + 1 < len(call.args) else None
     ignored = next((n for n in reversed(call.args) if isinstance(n, int) and not isinstance(n, bool) and n < 0), -100)
-    if target.numel() and not (target == ignored).all():
+    number = target.numel()
+    if not number:
+        return "there is no target, and the mean is 0/0", None
+    if (target == ignored).all():
+        return f"every target is ignored ({number} of {number} are {ignored}), and the mean is 0/0", None
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or (weight[target[target != ignored]] != 0).any():
         return None
-    count = "every target is ignored" if target.numel() else "there is no target"
-    return f"{count} ({target.numel()} of {target.numel()} are {ignored}), and the mean is 0/0", None
+    return f"the class of every target ({number} of {number}) has weight 0, and the mean is 0/0", None
+
+
+def log_factor(call: OpCall) -> Found:
+    """0 or a negative number as the argument of the logarithm in x log y."""
+    y = torch.broadcast_to(call.operand(1), call.result.shape)
+    where = call.is_bad & (y <= 0)
+    return (f"log of {extreme(y, where, high=False)}{share(where)}{rounded(call)}", where) if where.any() else None
+
+
+def singular(call: OpCall) -> Found:
+    """Matrices with a determinant of 0, or of a negative number."""
+    where = call.is_bad
+    sign = "0" if not torch.isnan(call.result).any() else "0 or less"
+    return f"{call.op.removeprefix('linalg_')} of a determinant of {sign}{share(where)}", where
+
+
+def at_pole(call: OpCall) -> Found:
+    """0 or a negative whole number, where the gamma function is infinite."""
+    x = call.operand(0)
+    where = (x <= 0) & (x == x.round())
+    return (f"{call.op} of {extreme(x, where, high=True)}{share(where)}{rounded(call)}", where) if where.any() else None
 
 
 def too_long(call: OpCall) -> Found:

@@ -50,9 +50,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "root at 0",
         _AT_ZERO,
-        "Add the epsilon inside of the root, sqrt(x + 1e-12): its derivative at 0 is infinite, and an "
-        "epsilon behind the "
-        "root does not help; nor does a where behind it.",
+        "Add the epsilon inside of the root, sqrt(x + 1e-12), (x + 1e-12) ** p: its derivative at 0 is infinite, and "
+        "an epsilon behind the root does not help; nor does a where behind it.",
         checks.derivative_at_zero,
         repairs.kink_moved,
         of=_ROOTS,
@@ -87,6 +86,24 @@ TABLE: tuple[Row, ...] = (
         of=("truediv", "div", "true_divide", "divide", "reciprocal", "rtruediv"),
     ),
     Row(
+        "equal eigenvalues",
+        ("div", "reciprocal"),
+        "The derivative of eigenvectors and of singular vectors divides by the differences of the values: add a small "
+        "diagonal with different entries before it, leave such examples out, or compute from the values alone "
+        "(eigvalsh, svdvals).",
+        checks.divisor_zero,
+        repairs.changed(1, repairs.not_zero),
+        of=("linalg_eigh", "linalg_svd", "linalg_eig", "svd", "eigh", "eig"),
+        operands=(1,),
+    ),
+    Row(
+        "logarithm of a determinant of 0",
+        ("linalg_slogdet", "logdet", "slogdet"),
+        "Make the matrix regular before it: a + 1e-6 * torch.eye(n), of a covariance by its Cholesky factor.",
+        checks.singular,
+        repairs.changed(0, repairs.regular),
+    ),
+    Row(
         "ctc_loss of a target longer than its input",
         ("ctc_loss",),
         "Pass zero_infinity=True, or leave out examples whose labels, with one frame more between two equal ones, are "
@@ -97,16 +114,21 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "cross-entropy without targets",
-        ("nll_loss_forward", "nll_loss2d_forward", "cross_entropy", "nll_loss", "cross_entropy_loss"),
-        "Leave such batches out, or divide the sum by the number of targets, at least 1: "
-        'reduction="sum", then / (target != ignore_index).sum().clamp_min(1).',
+        (
+            *("nll_loss_forward", "nll_loss2d_forward", "cross_entropy", "nll_loss", "cross_entropy_loss"),
+            *("nll_loss_backward", "nll_loss2d_backward"),
+        ),
+        "Leave such batches out, or divide the sum by the number of targets (of class weights by their sum), at least "
+        '1: reduction="sum", then / (target != ignore_index).sum().clamp_min(1).',
         checks.no_targets,
+        repairs.summed,
     ),
     Row(
         "mean of nothing",
         ("mean", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "logsumexp"),
         "A mask left nothing: leave such batches out, or divide the sum by the number of elements, at least 1.",
         checks.no_elements,
+        repairs.of_one,
     ),
     Row(
         "variance of one element",
@@ -127,6 +149,21 @@ TABLE: tuple[Row, ...] = (
         "Add an epsilon inside, log(x + 1e-6), or clamp its input before it; of probabilities take log_softmax or "
         f"logsigmoid of the logits; {_CAUTION}.",
         checks.at_value(0.0),
+        repairs.changed(0, repairs.least),
+    ),
+    Row(
+        "x log y at y = 0",
+        ("xlogy",),
+        f"Bound y before it: y.clamp_min(1e-6), of a Beta distribution y.clamp(1e-6, 1 - 1e-6); {_CAUTION}.",
+        checks.log_factor,
+        repairs.changed(1, repairs.least),
+        operands=(1,),
+    ),
+    Row(
+        "gamma function at a pole",
+        ("lgamma", "digamma"),
+        f"Keep its input above 0, before it: softplus(x) + 1e-6; {_CAUTION}.",
+        checks.at_pole,
         repairs.changed(0, repairs.least),
     ),
     Row(
@@ -153,10 +190,37 @@ TABLE: tuple[Row, ...] = (
         operands=(1,),
     ),
     Row(
+        "0/0 of a norm",
+        ("div",),
+        "A vector of zeros has no direction: take F.normalize(x, dim=-1) or F.cosine_similarity, or bound the divisor "
+        f"before it, x / norm.clamp_min(1e-6); {_CAUTION}.",
+        checks.zero_by_zero_of("linalg_vector_norm", "norm", "linalg_norm"),
+        repairs.changed(1, repairs.not_zero),
+        operands=(1,),
+    ),
+    Row(
+        "0/0 of a root",
+        ("div",),
+        "Add the epsilon inside of the root, x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt(): at 0 its "
+        "derivative is infinite, and an epsilon or a clamp behind it mends the value, not the gradient.",
+        checks.zero_by_zero_of("sqrt"),
+        repairs.changed(1, repairs.not_zero),
+        operands=(1,),
+    ),
+    Row(
+        "0/0 of a standard deviation",
+        ("div",),
+        "All values of such a group are the same: add an epsilon to the divisor, (x - mean) / (std + 1e-4), or leave "
+        "such groups out.",
+        checks.zero_by_zero_of("std", "var", "std_mean", "var_mean"),
+        repairs.changed(1, repairs.not_zero),
+        operands=(1,),
+    ),
+    Row(
         "0/0",
         ("div",),
-        "An empty mask, or a row without a partner, divides 0 by 0: bound the divisor before it, sum / n.clamp_min(1), "
-        f"or leave such rows out; {_CAUTION}.",
+        "An empty mask, or a row without a partner, divides 0 by 0: bound the divisor before it, sum / n.clamp_min(1) "
+        f"of a number of elements, else x / (y + 1e-6), or leave such rows out; {_CAUTION}.",
         checks.zero_by_zero,
         repairs.changed(1, repairs.not_zero),
         operands=(1,),
@@ -201,12 +265,17 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "acos or asin beyond 1",
-        ("acos", "asin", "arccos", "arcsin", "atanh"),
+        ("acos", "asin", "arccos", "arcsin"),
         "Bound its input before it, inside of 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6)); at 1 its derivative is infinite.",
-        lambda call: (
-            checks.beyond_one(call)
-            or (checks.at_value(1.0)(call) or checks.at_value(-1.0)(call) if call.op == "atanh" else None)
-        ),
+        checks.beyond_one,
+        repairs.changed(0, repairs.inside),
+    ),
+    Row(
+        "atanh at 1 or beyond",
+        ("atanh",),
+        "Bound its input before it, atanh(x.clamp(-1 + 1e-6, 1 - 1e-6)), by what its dtype resolves; of an action keep "
+        "the value before its tanh.",
+        lambda call: checks.beyond_one(call) or checks.at_value(1.0)(call) or checks.at_value(-1.0)(call),
         repairs.changed(0, repairs.inside),
     ),
     Row(
@@ -269,6 +338,7 @@ TABLE: tuple[Row, ...] = (
         "Compute it in float32 (x.float(), or autocast without float16 there), or use bfloat16, whose range "
         "is that of float32.",
         checks.beyond_float16,
+        repairs.widened,
         is_overflow=True,
     ),
     Row(

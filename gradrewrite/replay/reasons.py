@@ -22,11 +22,13 @@ class EarlierOp:
         op: Its name.
         numbers: The Python numbers among its arguments.
         dtype: Of its result; None if that is not known.
+        operand: The position of the argument that it leads to; -1 for the op itself, and where it is not known.
     """
 
     op: str
     numbers: tuple[float, ...] = ()
     dtype: torch.dtype | None = None
+    operand: int = -1
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class OpCall:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return torch.tensor(value, dtype=torch.float64)
         return computable(value.detach()) if isinstance(value, Tensor) and not value.is_complex() else torch.empty(0)
+
+    def made_by(self, number: int, passed: Collection[str] = ()) -> str:
+        """Return the name of the nearest op, none of ``passed``, that made an argument; ``""`` without one."""
+        return next((one.op for one in self.earlier if one.operand == number and one.op not in passed), "")
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -12,6 +12,11 @@ from torch import Tensor
 from gradrewrite.replay.reasons import Arguments
 
 
+def widened(args: Arguments) -> Arguments:
+    """Compute in float32 what is in float16."""
+    return [a.float() if isinstance(a, Tensor) and a.dtype == torch.float16 else a for a in args]
+
+
 def filled(args: Arguments) -> Arguments:
     """Replace infinities and NaN in tensors by 0."""
     return [torch.nan_to_num(a, 0.0, 0.0, 0.0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
@@ -30,8 +35,8 @@ def changed(number: int, change: Callable[[Tensor], Tensor]) -> Callable[[Argume
 
 
 def least(x: Tensor) -> Tensor:
-    """Bound a value from below by a small positive number."""
-    return x.clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
+    """Bound a value from below by a small positive number with a finite inverse."""
+    return x.clamp_min(max(1e-6, torch.finfo(x.dtype).tiny ** 0.5))
 
 
 def not_zero(x: Tensor) -> Tensor:
@@ -49,6 +54,23 @@ def inside(x: Tensor) -> Tensor:
     """Bound a value inside of -1 to 1."""
     eps = torch.finfo(x.dtype).eps
     return x.clamp(-1 + eps, 1 - eps)
+
+
+def summed(args: Arguments) -> Arguments:
+    """Take the sum instead of the mean, in a loss of classes or in its backward."""
+    at = 3 if len(args) > 3 and isinstance(args[3], int) else 4
+    return ["sum" if arg == "mean" else 2 if n == at else arg for n, arg in enumerate(args)]
+
+
+def of_one(args: Arguments) -> Arguments:
+    """Reduce a zero where there is nothing to reduce."""
+    x = args[0]
+    return [x.new_zeros([max(1, size) for size in x.shape]), *args[1:]] if isinstance(x, Tensor) else args
+
+
+def regular(x: Tensor) -> Tensor:
+    """Add a small diagonal to square matrices."""
+    return x + 1e-3 * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
 def open_rows(args: Arguments) -> Arguments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -20,6 +20,7 @@ from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.sites import Site
 
 _WINDOW, _MOST_ROOTS = 5, 3
+_ROUNDS = 4  # of repairs, each with what the last has uncovered
 _ELSEWHERE = (
     "what this process computed is finite: it came from another process, with which gradients are averaged, and which "
     "names the op"
@@ -137,8 +138,11 @@ def _from_replays(
     )
 
 
-def _story(root: RootCause, others: Sequence[RootCause], is_mended: bool) -> Story:
-    """Return the story of the first root, with the others and whether its advice mends the step."""
+def _story(root: RootCause, others: Sequence[RootCause], later: Sequence[RootCause] | None) -> Story:
+    """Return the story of the first root.
+
+    ``later`` are the roots behind its repair; None where that does not mend the step.
+    """
     keys = {(root.op, root.source, root.came_in)}
     others = [one for one in others if not (root.is_forward and (one.is_from_outside or one.is_again))]
     rest: dict[tuple[str, str, str], RootCause] = {}
@@ -146,7 +150,13 @@ def _story(root: RootCause, others: Sequence[RootCause], is_mended: bool) -> Sto
         if (key := (one.op, one.source, one.came_in)) not in keys:
             rest.setdefault(key, one)
     texts = tuple(map(_root_text, list(rest.values())[:_MOST_ROOTS]))
-    return replace(root.story, roots=texts, is_tried=is_mended)
+    known = {(one.op, one.source) for one in (root, *others)}
+    told: dict[tuple[str, str], str] = {}
+    for one in later or ():
+        if (one.op, one.source) not in known:
+            told.setdefault((one.op, one.source), f"{_root_text(one)}. {one.story.advice}")
+    advice = " ".join((root.story.advice, *(f"With that alone it is not finite yet: {text}" for text in told.values())))
+    return replace(root.story, roots=texts, advice=advice, is_tried=later is not None)
 
 
 def _root_text(root: RootCause) -> str:
@@ -156,34 +166,58 @@ def _root_text(root: RootCause) -> str:
     )
 
 
-def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> bool:
-    """Whether the advice mends the step, at ops or operands."""
-    repaired = [root for found in results for root in found.roots if root.repair]
-    if not repaired:
-        return False
-    ways = (False, True) if any(root.operands for root in repaired) else (False,)
-    return any(
-        all(
-            not found.roots
-            or graph.snapshot is None
-            or _is_mended(graph.snapshot, found.roots, at_operands=at_operands)
-            for graph, found in zip(graphs, results, strict=True)
-        )
-        for at_operands in ways
-    )
+def _mends(graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]) -> list[RootCause] | None:
+    """Follow the advice, at the ops or at their operands; return further roots, None if it fails."""
+    if not any(root.repair and root.node not in _tangents(graph) for graph, e in _pairs(graphs, results) for root in e):
+        return None
+    ways = []
+    for at_operands in (True, False):
+        found = [_mended(graph.snapshot, roots, at_operands=at_operands) for graph, roots in _pairs(graphs, results)]
+        if all(later is not None for later in found):
+            ways.append([root for later in found for root in later or ()])
+            if not ways[-1]:
+                break
+    return min(ways, key=len, default=None)
 
 
-def _is_mended(snapshot: StepSnapshot, roots: Sequence[RootCause], *, at_operands: bool) -> bool:
+def _pairs(
+    graphs: Sequence[CheckedGraph], results: Sequence[ReplayResult]
+) -> Iterator[tuple[CheckedGraph, list[RootCause]]]:
+    return ((graph, found.roots) for graph, found in zip(graphs, results, strict=True))
+
+
+def _tangents(graph: CheckedGraph) -> Collection[str]:
+    return () if graph.snapshot is None else graph.snapshot.replay_graph.tangents
+
+
+def _mended(snapshot: StepSnapshot | None, roots: Sequence[RootCause], *, at_operands: bool) -> list[RootCause] | None:
+    """Replay with repairs, also of further roots; return those, None if the step is not finite then."""
+    known, later = list(roots), list[RootCause]()
+    for _ in range(_ROUNDS):
+        if snapshot is None or not known:
+            return later
+        try:
+            found = _replayed(snapshot, known, at_operands=at_operands)
+        except (RuntimeError, TypeError, ValueError):  # a change of arguments that another op does not take
+            return None
+        if not found:
+            return later
+        nodes = {root.node for root in known}
+        new = [root for root in found if root.node not in nodes and root.repair is not None and not root.came_in]
+        if len(new) < len(found):
+            return None
+        known, later = known + new, later + new
+    return None
+
+
+def _replayed(snapshot: StepSnapshot, roots: Sequence[RootCause], *, at_operands: bool) -> list[RootCause]:
     given = {root.node: root.repair for root in roots if root.repair and root.came_in}
     made = [root for root in roots if root.repair and not root.came_in]
     repairs = {} if at_operands else {root.node: root.repair for root in made if root.repair}
     mended = dict(given)
     for root in made if at_operands else ():
         mended |= {name: _of_one(root.repair, number) for name, number in root.operands.items() if root.repair}
-    try:
-        return not replay(snapshot, {}, repairs, mended).roots
-    except (RuntimeError, TypeError, ValueError):  # a change of arguments that another op does not take
-        return False
+    return replay(snapshot, {}, repairs, mended).roots
 
 
 def _of_one(repair: Repair, number: int) -> Repair:

@@ -215,7 +215,6 @@ FAULTS = [
         "mean of no elements",
         "",
         "A mask left nothing",
-        tried=False,
     ),
     Fault(
         "variance of one element",
@@ -235,7 +234,80 @@ FAULTS = [
         "every target is ignored (3 of 3 are -100)",
         "",
         "at least 1",
-        tried=False,
+    ),
+    Fault(
+        "cross-entropy without targets",
+        lambda w, x: functional.cross_entropy(w * x, torch.ones(3, dtype=torch.long), torch.tensor([1.0, 0, 1, 1])),
+        X,
+        "cross_entropy",
+        "the class of every target (3 of 3) has weight 0",
+        "",
+        "at least 1",
+    ),
+    Fault(
+        "0/0 of a norm",
+        lambda w, x: ((w * x) / (w * x).norm(dim=1, keepdim=True)).sum(),
+        X * torch.tensor([[1.0], [0.0], [1.0]]),
+        "truediv",
+        "0/0 for 4 of 12: the norm is 0",
+        "row 1",
+        "F.normalize",
+    ),
+    Fault(
+        "0/0 of a root",
+        lambda w, x: ((w * x) / (w * x).square().sum(1, keepdim=True).sqrt()).sum(),
+        X * torch.tensor([[1.0], [0.0], [1.0]]),
+        "truediv",
+        "0/0 for 4 of 12: the root is 0",
+        "row 1",
+        "the epsilon inside",
+    ),
+    Fault(
+        "equal eigenvalues",
+        lambda w, x: torch.linalg.eigh(torch.diag_embed(w * x))[1].sum(),
+        torch.tensor([[1.0, 2.0], [3.0, 3.0]]),
+        "linalg_eigh",
+        "divisor 0 for",
+        "row 1, every position",
+        "add a small diagonal",
+        backward=True,
+    ),
+    Fault(
+        "logarithm of a determinant of 0",
+        lambda w, x: torch.logdet(torch.diag_embed(w * x)).sum(),
+        torch.tensor([[1.0, 2.0], [3.0, 0.0], [1.0, 1.0]]),
+        "logdet",
+        "slogdet of a determinant of 0 for 1 of 3",
+        "row 1",
+        "torch.eye(n)",
+    ),
+    Fault(
+        "0/0 of a standard deviation",
+        lambda w, x: (w * (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)).sum(),
+        X,
+        "truediv",
+        "0/0 for 4 of 12: the standard deviation is 0",
+        "row 2",
+        "std + 1e-4",
+    ),
+    Fault(
+        "0/0 of a standard deviation",  # groups of two rows, of four
+        lambda w, x: (w[:, 0] * ((g := x[:, 0].view(2, 2)) - 1).div(g.std(1, keepdim=True)).flatten()).sum(),
+        torch.tensor([[0.5], [2.0], [1.0], [1.0]]),
+        "div",
+        "0/0 for 2 of 4: the standard deviation is 0",
+        "rows 2 and 3",
+        "leave such groups out",
+    ),
+    Fault("x log y at y = 0", lambda w, x: torch.xlogy(w, x).sum(), X, "xlogy", "log of 0 for 1 of 12"),
+    Fault("gamma function at a pole", lambda w, x: torch.lgamma(w * x).sum(), X, "lgamma", "lgamma of 0 for 1 of 12"),
+    Fault(
+        "atanh at 1 or beyond",
+        lambda w, x: torch.atanh(w * x).sum(),
+        torch.tensor([[0.5, 0.2], [0.1, 1.0]]),
+        "atanh",
+        "atanh of 1 for 1 of 4",
+        advice="atanh(x.clamp(",
     ),
     Fault(
         "beyond float16",
@@ -244,7 +316,6 @@ FAULTS = [
         "square",
         "exceeds 6.55e+04, the largest of float16",
         advice="float32",
-        tried=False,
     ),
     Fault(
         "overflow",
@@ -284,6 +355,22 @@ def test_reason_place_and_remedy(fault: Fault) -> None:
     assert err.operands, told
     for part in (err.story.why, err.indices, f"What to change: {err.story.advice}"):
         assert part in told
+
+
+def test_what_a_remedy_uncovers_is_told_with_it() -> None:
+    def si_snr(w: Tensor, x: Tensor) -> Tensor:
+        projected = w * x * (w * x * x).sum(1, keepdim=True) / x.square().sum(1, keepdim=True)
+        return torch.log10(projected.square().sum(1)).sum()  # log of 0 where the reference is silent
+
+    err = gr.locate(Faulty(si_snr, X * torch.tensor([[1.0], [0.0], [1.0]])), X * torch.tensor([[1.0], [0.0], [1.0]]))
+
+    assert err is not None
+    assert (err.op, err.indices, err.story.is_tried) == ("/truediv", "row 1", True)
+    first, _, behind = err.story.advice.partition("With that alone it is not finite yet: ")
+    assert "x / (y + 1e-6)" in first
+    assert behind.startswith("/log10, test_reasons.py:")
+    assert behind.count("With that alone") == 0
+    assert "log10 of 0 for 1 of 3 at row 1" in behind
 
 
 def test_every_row_of_the_table_has_a_case() -> None:
