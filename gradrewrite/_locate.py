@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradrewrite._utils.kept_state import kept_state
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
-from gradrewrite.auditing.kept_state import kept_state
 from gradrewrite.backends.backend import Backend
 from gradrewrite.backends.engines import AotEager
 from gradrewrite.backends.entry_point import EntryPoint

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradrewrite.auditing.kept_state import give_back, kept_state
+from gradrewrite._utils.kept_state import give_back, kept_state
 from gradrewrite.auditing.step_graphs import scalar_of
 from gradrewrite.backends.traced_step import ComputeLoss
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from gradrewrite._compat import data_parallel, dtensors, dynamo, dynamo_cache
+from gradrewrite._utils.kept_state import KeptState, kept_state
 from gradrewrite._utils.tensors import kept_random_state, tensors_in
-from gradrewrite.auditing.kept_state import KeptState, kept_state
 from gradrewrite.backends.traced_step import ComputeLoss
 from gradrewrite.backends.tracing_errors import explained
 from gradrewrite.instrumentation.source_locations import user_line

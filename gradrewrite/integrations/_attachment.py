@@ -19,7 +19,8 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._diagnosis import failure_in_step, last_failure, name_break, observe, with_line
+from gradrewrite._diagnosis import failure_in_step, last_failure, observe, with_line
+from gradrewrite._locate import name_break
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.warnings import warn
 from gradrewrite.auditing.findings import Audit

@@ -130,11 +130,11 @@ class _Body(Observing):
     def name_of_value(self, node: fx.Node) -> str:
         """Return the op of a value; of an argument its name outside of the loop."""
         if node.op == "placeholder":
-            return self.known[node].name
+            return str(self.known[node].name)
         name = self._replayed.name_in_body(node.name)
         site = self._replayed.site_of_op(name, self.iteration)
         of_backward = "the backward of " if name not in self._replayed.of_forward else ""
-        return node.name if site is None else f"{of_backward}{site.module}/{site.op}"
+        return str(node.name) if site is None else f"{of_backward}{site.module}/{site.op}"
 
     def names(self) -> list[str]:
         """Return the names of the results."""
