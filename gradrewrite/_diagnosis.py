@@ -239,7 +239,7 @@ def diagnose(
 
 
 def _trials(train: _Trainer, batches: Iterable[Any], losses: Trial, health: Health) -> tuple[dict[str, Trial], Health]:
-    """Return the trials, and the judgement without rules that do not help or cannot be tried."""
+    """Return the trials, and the judgement without useless rules."""
     trials = {AS_IT_IS: Trial(losses, is_bad=health.verdict.outcome == "non-finite")}
     eps = next((c.figures["suggested_eps"] for c in health.verdict.causes if "suggested_eps" in c.figures), None)
     policy = _policy(health)
@@ -746,7 +746,7 @@ def _figures_of(model: nn.Module) -> dict[str, float]:
 
 
 def _failure_of(model: nn.Module, step: int) -> NonFiniteError | None:
-    """Return the failure of a step without a graph, at the first gradient that is not finite, or the first of all."""
+    """Return the failure of a step without a graph, at the first non-finite gradient, or the first of all."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     bad = [(name, g) for name, g in named if not is_finite(g)]
     if not named:

@@ -89,7 +89,7 @@ def _locate_in_parts(
     loss_of: Callable[[Any], Tensor],
     random: RandomState,
 ) -> NonFiniteError | None:
-    """Locate in a model that is no single graph: in its parts, and where no op of them is at fault in eager mode."""
+    """Locate in the parts of a model, and else in eager mode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = RewriteConfig([], fullgraph=False, dynamic=False)

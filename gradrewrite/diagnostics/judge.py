@@ -310,7 +310,7 @@ class Judge:
         return []
 
     def _with_op(self, cause: Cause) -> Cause:
-        """Return a cause with the op that overflows in its step."""
+        """Return a cause with the op behind the overflow in its step."""
         failure = self.failure
         if self.outcome != "non-finite" or failure is None or failure.step != cause.step or not failure.source:
             return cause
@@ -318,7 +318,7 @@ class Judge:
         return replace(cause, text=f"{cause.text} {failure.text}", **known)
 
     def _usual(self, sizes: Mapping[int, float], step: int, count: int) -> float:
-        """Return the median size of other steps than these, in a training that goes wrong of those before them."""
+        """Return the median size of other steps; of a training with a bad end of those before."""
         others = {n: size for n, size in sizes.items() if math.isfinite(size) and n not in range(step, step + count)}
         before = [size for number, size in others.items() if number < step]
         is_wrong = self.outcome in ("diverges", "non-finite") and len(before) >= MIN_LOSSES

@@ -50,7 +50,7 @@ class EagerRoot:
 
     @property
     def site(self) -> Site:
-        """The value that it made."""
+        """Its result."""
         module, _, op = self.op.rpartition("/")
         return Site("activation", self.op, module, op, shape=self.shape, source=self.source)
 
@@ -217,7 +217,7 @@ class _Search:
         )
 
     def _earlier(self, call: _Call) -> list[EarlierOp]:
-        """Return the calls that made its arguments, the nearest first."""
+        """Return the calls behind its arguments, the nearest first."""
         found = [(0, _noted(call, -1))]
         for number, given in enumerate(call.args):
             level = [given] if isinstance(given, Tensor) else []

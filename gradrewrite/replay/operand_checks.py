@@ -145,7 +145,7 @@ def underflow_in_divisor(call: OpCall) -> Found:
 
 
 def zero_by_zero_of(*ops: str) -> Callable[[OpCall], Found]:
-    """0 divided by 0, where one of these ops made the divisor."""
+    """0 divided by 0, with a divisor by one of these ops."""
 
     def find(call: OpCall) -> Found:
         made = call.made_by(1, _PASSED)
@@ -322,7 +322,7 @@ def singular(call: OpCall) -> Found:
 
 
 def at_pole(call: OpCall) -> Found:
-    """0 or a negative whole number, where the gamma function is infinite."""
+    """0 or a negative whole number, a pole of the gamma function."""
     x = call.operand(0)
     where = (x <= 0) & (x == x.round())
     return (f"{call.op} of {extreme(x, where, high=True)}{share(where)}{rounded(call)}", where) if where.any() else None

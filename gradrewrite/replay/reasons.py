@@ -57,7 +57,7 @@ class OpCall:
         return computable(value.detach()) if isinstance(value, Tensor) and not value.is_complex() else torch.empty(0)
 
     def made_by(self, number: int, passed: Collection[str] = ()) -> str:
-        """Return the name of the nearest op, none of ``passed``, that made an argument; ``""`` without one."""
+        """Return the name of the nearest op behind an argument, none of ``passed``; ``""`` without one."""
         return next((one.op for one in self.earlier if one.operand == number and one.op not in passed), "")
 
     @property

@@ -13,7 +13,7 @@ from gradrewrite.replay.reasons import Arguments
 
 
 def widened(args: Arguments) -> Arguments:
-    """Compute in float32 what is in float16."""
+    """Compute in float32 instead of float16."""
     return [a.float() if isinstance(a, Tensor) and a.dtype == torch.float16 else a for a in args]
 
 
@@ -63,7 +63,7 @@ def summed(args: Arguments) -> Arguments:
 
 
 def of_one(args: Arguments) -> Arguments:
-    """Reduce a zero where there is nothing to reduce."""
+    """Reduce a zero instead of nothing."""
     x = args[0]
     return [x.new_zeros([max(1, size) for size in x.shape]), *args[1:]] if isinstance(x, Tensor) else args
 
