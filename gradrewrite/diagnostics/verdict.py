@@ -73,7 +73,7 @@ def judge(
     failure = judged.failure if judged.outcome == "non-finite" else None
     is_replayed = failure is not None and bool(failure.source or failure.is_explained)
     faulty = [] if judged.learns else [one for one in findings if traits_of(one.kind).gravity == "first"]
-    faulty = [one for one in faulty if not (is_replayed and traits_of(one.kind).is_non_finite)]
+    faulty = [one for one in faulty if not (is_replayed and one.kind != "faulty learning rate")]
     is_op_told = failure is not None and not faulty
     told = [
         one for one in causes if traits_of(one.kind).told_as is None or (is_op_told and one.kind == "non-finite op")

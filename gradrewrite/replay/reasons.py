@@ -125,6 +125,9 @@ class Row:
         if found is None:
             return None
         why, elements = found
+        bad = call.is_bad
+        if elements is not None and elements.shape == bad.shape and not (elements & bad).any():
+            return None  # these elements are not the ones at fault
         is_too_large = self.is_overflow or self.is_too_large
         repair = self.repair, self.operands
         return Reason(why, self.advice, elements, self.dims, *repair, self.is_overflow, is_too_large)

@@ -318,6 +318,14 @@ FAULTS = [
         advice="float32",
     ),
     Fault(
+        "beyond float16",
+        lambda w, x: ((w.half() * x.half()) ** 2).sum().float(),
+        torch.tensor([[1.0, 0.0], [3.0, 300.0]]),
+        "pow",
+        "exceeds 6.55e+04, the largest of float16",
+        advice="float32",
+    ),
+    Fault(
         "overflow",
         lambda w, x: (w * x).square().sum(),
         torch.tensor([[1.0, 2.0], [3.0, 3e19]]),
