@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from gradrewrite._diagnosis import failure_in_step, last_failure, observe, with_line
+from gradrewrite._diagnosis import with_line
 from gradrewrite._locate import name_break
 from gradrewrite._utils.exponent_counts import split_exponents
 from gradrewrite._utils.warnings import warn
@@ -28,6 +28,8 @@ from gradrewrite.auditing.verdicts import STEPS, audit_step
 from gradrewrite.backends.model_state import state_of
 from gradrewrite.backends.state_dict import load_state_dict, state_dict
 from gradrewrite.backends.traced_step import TrainingStep
+from gradrewrite.diagnosing.failed_steps import failure_in_step, last_failure
+from gradrewrite.diagnosing.observation import observe
 from gradrewrite.diagnostics.health import Health, examine
 from gradrewrite.diagnostics.judge import Evidence
 from gradrewrite.diagnostics.nonfinite_steps import first_bad_step, harmful_steps, skips_updates

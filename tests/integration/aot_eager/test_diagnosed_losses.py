@@ -242,7 +242,7 @@ def test_a_step_that_cannot_be_run_again_has_a_remark(monkeypatch: pytest.Monkey
     def fail(*_: Any) -> None:
         raise ArithmeticError("planted\nsecond line")
 
-    monkeypatch.setattr("gradrewrite._diagnosis.locate_in_step", fail)
+    monkeypatch.setattr("gradrewrite.diagnosing.failed_steps.locate_in_step", fail)
     found = diagnosed(prints)
     assert found.outcome == "non-finite"
     assert "The step could not be run again with its loss (ArithmeticError: planted)." in found.remarks

@@ -867,7 +867,7 @@ def test_an_explanation_that_fails_is_warned_of(tmp_path: Path, monkeypatch: pyt
     def fail(*_: Any) -> None:
         raise ArithmeticError("planted")
 
-    monkeypatch.setattr("gradrewrite._diagnosis.locate_in_step", fail)
+    monkeypatch.setattr("gradrewrite.diagnosing.failed_steps.locate_in_step", fail)
     callback = RewriteCallback(gr.on("gradient:*", CheckFinite()), compile=False)
     trainer = trainer_of(LogOfZero, "gpt2", tmp_path, callback)
     trainer.number = 3

@@ -1,0 +1,1 @@
+"""Trainings of copies of a model, for ``diagnose``."""
