@@ -13,7 +13,8 @@ from gradrewrite._utils.tensors import computable
 from gradrewrite.ir.replay_graph import ReplayGraph
 from gradrewrite.monitoring.logged_tokens import LoggedTokens
 from gradrewrite.replay.indices import indices_text, names_of_dimensions, split_rows
-from gradrewrite.replay.interpreter import RootCause, replay, run_again
+from gradrewrite.replay.interpreter import replay, run_again
+from gradrewrite.replay.roots import RootCause
 from gradrewrite.replay.step_snapshot import StepSnapshot
 from gradrewrite.rewriting.batch_errors import by_part, find_batch_error, graph_of_value, has_batch
 

@@ -14,8 +14,9 @@ from gradrewrite.errors import NonFiniteError, PrecedingSite, Story
 from gradrewrite.ir.outputs import PlacedCheck
 from gradrewrite.ir.record_key import RecordKey, without_label
 from gradrewrite.ir.reports import OnFailure
-from gradrewrite.replay.interpreter import ReplayResult, RootCause, replay
+from gradrewrite.replay.interpreter import replay
 from gradrewrite.replay.observations import Order, Repair, SiteObservation
+from gradrewrite.replay.roots import ReplayResult, RootCause
 from gradrewrite.replay.step_snapshot import CheckedGraph, StepSnapshot
 from gradrewrite.sites import Site
 
