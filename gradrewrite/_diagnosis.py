@@ -39,7 +39,7 @@ from gradrewrite.diagnosing.suggested_rules import evaluated, on_one_line, polic
 from gradrewrite.diagnosing.trained_copies import MakeOptimizer, TrainedCopies
 from gradrewrite.diagnosing.training_run import UNREAD
 
-AS_IT_IS, SUGGESTED = "as it is", "suggested policy"
+AS_IT_IS, GLOBAL_CLIP, SUGGESTED = "as it is", "global clip", "suggested policy"
 GLOBAL_BOUND = 1.0  # of the global clip that is tried, as most trainings have it
 
 
@@ -223,7 +223,7 @@ def _trials(
     eps = next((c.figures["suggested_eps"] for c in health.verdict.causes if "suggested_eps" in c.figures), None)
     policy = policy_code(health)
     wanted: list[tuple[str, Policy, dict[str, float]]] = [
-        ("global clip", on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND)), {}),
+        (GLOBAL_CLIP, on("gradient:*", passes.ClipByGlobalNorm(GLOBAL_BOUND)), {}),
         *([(f"eps={eps:g}", [], {"eps": eps})] if eps is not None else []),
         *([(SUGGESTED, evaluated(policy), {})] if policy else []),
     ]
@@ -232,7 +232,7 @@ def _trials(
             trials[name] = train.tried(batches, own, name, **settings)
     except TraceError as err:  # a loss that differentiates the model again is in no graph with a policy
         return trials, without_rules(health, f"No policy could be tried: {first_line(err).partition('. ')[0]}.")
-    if policy and not trials[SUGGESTED].is_better_than(trials[AS_IT_IS]):
+    if policy and not trials[SUGGESTED].is_of_help(trials[AS_IT_IS], trials[GLOBAL_CLIP]):
         remark = f"Tried, and of no help, so that it is not suggested: {on_one_line(policy)}."
         return trials, without_rules(health, remark)
     return trials, health

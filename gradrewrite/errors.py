@@ -205,7 +205,7 @@ class Story:
         """The parts behind the line of the op; ``""`` if nothing is known."""
         parts = [self.why]
         parts[0] += f" at {self.indices}" if self.why and self.indices else self.indices
-        parts[0] = ", ".join(part for part in (parts[0], *self.facts) if part)
+        parts += self.facts
         parts += [f"it reaches {self.parameter} first"] if self.parameter else []
         parts += (
             [f"the loss does not show it: {' and '.join(self.cover)} hide{'s' * (len(self.cover) == 1)} it"]

@@ -47,7 +47,10 @@ class Health:
     def first_bad_text(self) -> str:
         """Text of the first non-finite value."""
         text = "Every recorded value of this run was finite."
-        if self.first_bad is not None:
+        told = next((one for one in self.verdict.causes if one.is_explained or one.kind == "update"), None)
+        if told is not None and told.step >= 0:
+            text = f"First at {told.site} in {self.run.place(told.step)}; see the verdict."
+        elif self.first_bad is not None:
             site, step, count = self.first_bad
             text = f"First at {site} in {self.run.place(step)}{'' if math.isnan(count) else f', {count:.0f} elements'}."
         if self.baseline_bad is None:

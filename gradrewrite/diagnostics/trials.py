@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from gradrewrite.diagnostics.causes import words
 from gradrewrite.diagnostics.comparison import mean_of
 
+_FAR = 10.0  # times the loss at the end of another trial
+
 
 class Trial(tuple[float, ...]):
     """The losses of a trial by step; of a skipped step as it was.
@@ -41,7 +43,7 @@ class Trial(tuple[float, ...]):
         parts = [f"{len(self)} step{'s' * (len(self) != 1)}"]
         if finite:
             mean, end = words(mean_of(finite)), words(self.end)
-            parts.append(f"loss {words(self[0])} -> {words(self[-1])}, mean {mean}, at the end {end}")
+            parts.append(f"loss {words(self[0])} -> {words(self[-1])}, mean {mean}, mean at the end {end}")
         if self.skipped:
             parts.append(f"skipped {self.skipped} of {len(self)}")
         if self.is_bad:
@@ -49,6 +51,11 @@ class Trial(tuple[float, ...]):
             why = "as without it: a clip does not mend NaN" if is_alike else "which is not finite"
             parts.append(f"stops in step {len(self) - 1}, {why}")
         return "; ".join(parts)
+
+    def is_of_help(self, plain: Trial, clipped: Trial) -> bool:
+        """Whether it is better than without it, and does not end far above a clip of all gradients."""
+        is_far = not clipped.is_bad and self.end > _FAR * clipped.end > 0
+        return self.is_better_than(plain) and not is_far
 
     def is_better_than(self, plain: Trial) -> bool:
         """Whether it runs on where the other stops, or ends lower, and does not skip every update."""

@@ -21,7 +21,7 @@ _OVERFLOWING = (
     "convert_element_type", "var", "neg", "einsum", "layer_norm", "native_layer_norm", "reciprocal", "baddbmm",
 )  # fmt: skip
 
-_CAUTION = "what stands behind it (where, clamp, min, a mask) hides the value, not its gradient"
+_CAUTION = "a where, clamp, min or mask on its result hides the value, not its gradient"
 
 _MASKS = (
     "Let each query see a key, for one itself, or leave such rows out before the softmax: "
@@ -106,8 +106,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "ctc_loss of a target longer than its input",
         ("ctc_loss",),
-        "Pass zero_infinity=True, or leave out examples whose labels, with one frame more between two equal ones, are "
-        "more than their frames.",
+        "Pass zero_infinity=True (such examples then add nothing), or leave out examples with fewer frames than labels "
+        "and repeats.",
         checks.too_long,
         lambda args: [*args[:-1], True],
         dims=("row",),

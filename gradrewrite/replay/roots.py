@@ -46,6 +46,7 @@ ADVICE_ON_GIVEN = {
     "parameter": "Look at the update before that step, and at what the parameter began with.",
     "buffer": "Look at what the buffer is computed from when the model is made, or at the step that wrote it.",
 }
+_SCALE = "Scale that column of the batch first, as (x - mean) / std. "
 _SILENT = (markers.mark_activation, markers.mark_error, *OPAQUE)
 
 
@@ -223,10 +224,13 @@ class RootFinder(Observing):
         known = self._replay_graph.inputs.get(node.name)
         role = ("loss" if self._replay_graph.is_whole else "behind") if known is None else known.role
         advice = ADVICE_ON_GIVEN.get(role, "") if node.op == "placeholder" else ""
+        advice = advice if reason is None or not reason.advice else reason.advice
+        facts = tuple(self._facts_of_batch(reason, rows, given))
+        is_scaled = any(fact.startswith("column ") for fact in facts)
         return Story(
             why=why,
-            facts=tuple(self._facts_of_batch(reason, rows, given)),
-            advice=advice if reason is None or not reason.advice else reason.advice,
+            facts=facts,
+            advice=f"{_SCALE * is_scaled}{advice}",
             operands=() if call is None else call.operands,
             indices=where,
             rows=rows,
@@ -270,7 +274,7 @@ class RootFinder(Observing):
         if given in batch:
             yield f"{given} is {'infinite' if torch.isposinf(batch[given]).any() else '-inf'} there"
         if label := common_value(batch, rows):
-            yield f"where {label}"
+            yield f"{label} there"
         if reason.is_too_large and (column := large_column(batch)):
             yield column
 

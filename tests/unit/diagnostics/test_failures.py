@@ -22,7 +22,7 @@ LINE = 'model.py:3 "return torch.log(x)"'
 STORY = Story(
     why="log of -0.135 for 2 of 12",
     advice="Bound its input before it.",
-    facts=("where t is 49",),
+    facts=("t is 49 there",),
     operands=(Operand("x", "float32", (3, 4), -0.135, 2.0, 0, 0),),
     indices="rows 1 and 2",
     rows=(1, 2),
@@ -42,7 +42,7 @@ def test_the_error_tells_the_story() -> None:
     err = failure()
     assert str(err) == (
         f"step 7: first non-finite: activation:/log, 25 % of 12 elements, made by /log, {LINE}: log of -0.135 for 2 of "
-        "12 at rows 1 and 2, where t is 49; it reaches fc.bias first; the loss does not show it: where, "
+        "12 at rows 1 and 2; t is 49 there; it reaches fc.bias first; the loss does not show it: where, "
         'model.py:4 "return torch.where(m, y, 0)" hides it; also, independent of it: /exp, exp of up to 101\n'
         "What to change: Bound its input before it.\nhelp: gradrewrite help non-finite"
     )

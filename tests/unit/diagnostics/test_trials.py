@@ -15,8 +15,10 @@ PLAIN = Trial([2.0, 1.5, 1.25, math.nan], is_bad=True)
 
 
 def test_text_of_a_trial() -> None:
-    assert Trial([3.0, 2.0, 1.0]).text() == "3 steps; loss 3 -> 1, mean 2, at the end 1"
-    assert PLAIN.text() == "4 steps; loss 2 -> NaN, mean 1.583, at the end 1.25; stops in step 3, which is not finite"
+    assert Trial([3.0, 2.0, 1.0]).text() == "3 steps; loss 3 -> 1, mean 2, mean at the end 1"
+    assert (
+        PLAIN.text() == "4 steps; loss 2 -> NaN, mean 1.583, mean at the end 1.25; stops in step 3, which is not finite"
+    )
 
 
 def test_text_of_a_trial_that_stops_where_the_training_does() -> None:
@@ -29,7 +31,7 @@ def test_text_of_a_trial_that_stops_where_the_training_does() -> None:
 
 def test_text_of_skips() -> None:
     assert Trial([2.0, math.nan, 1.0], skipped=1).text(PLAIN) == (
-        "3 steps; loss 2 -> 1, mean 1.5, at the end 1; skipped 1 of 3"
+        "3 steps; loss 2 -> 1, mean 1.5, mean at the end 1; skipped 1 of 3"
     )
     assert Trial([math.nan], is_bad=True).text() == "1 step; stops in step 0, which is not finite"
 
@@ -47,6 +49,13 @@ def test_text_of_skips() -> None:
 )
 def test_better(trial: Trial, plain: Trial, is_better: bool) -> None:
     assert trial.is_better_than(plain) == is_better
+
+
+def test_a_trial_far_above_a_clip_is_of_no_help() -> None:
+    clipped = Trial([2.0, 1.0])
+    assert Trial([2.0, 1.5, 1.2, 1.1, 1.0], skipped=1).is_of_help(PLAIN, clipped)
+    assert not Trial([2e9, 1e9, 1e9, 1e9, 1e9], skipped=1).is_of_help(PLAIN, clipped)
+    assert Trial([2e9, 1e9, 1e9, 1e9, 1e9], skipped=1).is_of_help(PLAIN, PLAIN)
 
 
 def test_copies_keep_the_attributes() -> None:
