@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from gradrewrite.backends.traced_step import METHOD, arguments_of
 from gradrewrite.diagnosing.failed_steps import failure_in_step, has_finite_gradients, last_failure
 from gradrewrite.diagnosing.observation import observe, observe_model
 from gradrewrite.diagnosing.suggested_rules import evaluated
-from gradrewrite.diagnosing.trained_copies import TrainedCopies
 from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.constant_answers import Classes, Targets
 from gradrewrite.diagnostics.judge import KEEP_ZEROS, SKIP, Evidence, Remedy
@@ -35,6 +34,9 @@ from gradrewrite.policy.actions import Policy
 from gradrewrite.replay.observations import is_finite
 from gradrewrite.replay.step_snapshot import RandomState
 from gradrewrite.sites import Site
+
+if TYPE_CHECKING:
+    from gradrewrite.diagnosing.trained_copies import TrainedCopies
 
 UNREAD = "got no gradient: nothing that reaches the loss reads them."
 _NAMED = 5  # parameters in one remark
