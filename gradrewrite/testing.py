@@ -886,6 +886,7 @@ class _Observer(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         self._begun.update({id(result): result} if func is Tensor.requires_grad_ and result.is_leaf else {})
+        self._forget_use(name, read, kwargs, result)
         op = _Op(name, tuple(self._stack), source, self._num_ops)
         for tensor, (key, version) in zip(read, before, strict=True):
             if tensor._version != version and tensor.layout is torch.strided:
@@ -902,6 +903,13 @@ class _Observer(TorchFunctionMode):
         with self._unwatched():
             self._uses.note_results(name, func, args, kwargs, list(tensors_in(result)))
         return result
+
+    def _forget_use(self, name: str, read: Sequence[Tensor], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Forget the use by an op that hands its input on, as ``contiguous`` of such a tensor."""
+        if not _writes(name, kwargs) and any(result is tensor for tensor in read):
+            with self._unwatched():
+                for value in self._known_in(result):
+                    value.used_in.pop()
 
     def _led(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return the arguments of an op, with the tensors of single uses; a written one is left alone."""

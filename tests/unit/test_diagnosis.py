@@ -216,14 +216,17 @@ def test_the_page_has_verdict_policy_and_trials(tmp_path: Path) -> None:
 
     assert found.causes[0].kind == "learning rate"
     assert "Learning rate too high" in page
-    assert "gr.on(&quot;step:*&quot;, ClipByGlobalNorm(" in page
+    assert found.policy == ""  # it ends far above the global clip
+    assert "Tried, and of no help, so that it is not suggested: gr.on(" in str(found)
     assert '"title":"loss of each trial, from one start on the same batches"' in page
     assert [tab for tab in ("report", "curves", "overview", "ladder") if f'id="tab-{tab}"' in page] == [
         "report", "curves", "overview", "ladder",
     ]  # fmt: skip
     assert 'srcdoc="' in found._repr_html_()
     assert isinstance(found.health, type(viz.report(found.health.run.steps).health))
-    assert "suggested policy: loss " in str(found)
+    for text in ("as it is: 8 steps; loss 613.1", "suggested policy: 50 steps; loss 613.1"):
+        assert text in str(found)
+        assert text in page
 
 
 MODULE = """

@@ -136,3 +136,20 @@ def test_a_model_that_is_traced_otherwise_is_said_to_be() -> None:
     x = torch.randn(5, 3, dtype=torch.float64)
     with pytest.raises(AssertionError, match="the model computes otherwise where it is traced"):
         assert_matches_eager(AnotherWhereTraced(), gr.on("gradient:*", ClipByValue(1e6)), x, compiled=False)
+
+
+class HandsOn(nn.Module):
+    """Returns ``contiguous`` of a contiguous value, which is that value, to an ``nn.Identity``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.name, self.head = Lambda(lambda _, h: h.square().contiguous()), nn.Identity(), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.name(self.inner(x)))
+
+
+def test_an_op_that_hands_its_input_on_is_no_use_of_it() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    found = assert_matches_eager(HandsOn(), gr.on("error:*", lambda g: 0.5 * g), x, compiled=False)
+    assert found.acted == ("error:head", "error:name")
