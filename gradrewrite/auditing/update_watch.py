@@ -225,7 +225,7 @@ def _faulty_setting(optimizer: torch.optim.Optimizer, one: _Bad) -> _Reason | No
 
 
 def _lost_eps(optimizer: torch.optim.Optimizer, one: _Bad) -> _Reason | None:
-    """An eps that is 0, where a second moment is."""
+    """An eps of 0 beside a second moment of 0."""
     _, group = _group_of(optimizer, one)
     eps, parameter = group.get("eps"), one.watched.parameter
     if not isinstance(eps, float) or parameter is None:

@@ -11,7 +11,7 @@ from gradrewrite.diagnostics.causes import Cause
 from gradrewrite.diagnostics.clipping import clips_of
 from gradrewrite.diagnostics.comparison import Loss, compare_runs, loss_of, loss_text
 from gradrewrite.diagnostics.doctor import findings_on, sentences, skipped_rules
-from gradrewrite.diagnostics.judge import Evidence
+from gradrewrite.diagnostics.judge import Evidence, without_rule
 from gradrewrite.diagnostics.loss_conflicts import conflicts_in
 from gradrewrite.diagnostics.nonfinite_steps import bad_steps, count_of
 from gradrewrite.diagnostics.number_formats import remarks_on
@@ -112,9 +112,14 @@ def examine(steps: Sequence[Step], baseline: Sequence[Step] | None = None, evide
 
 def without_rules(health: Health, remark: str) -> Health:
     """Return a judgement without its rules, with a remark why."""
-    causes = tuple(replace(cause, rules=()) for cause in health.verdict.causes)
-    verdict = replace(health.verdict, code=(), causes=causes, remarks=(*health.verdict.remarks, remark))
-    return replace(health, verdict=verdict, faults=tuple(replace(fault, rules=()) for fault in health.faults))
+
+    def plain(causes: Sequence[Cause]) -> tuple[Cause, ...]:
+        return tuple(replace(cause, rules=(), advice=without_rule(cause.advice)) for cause in causes)
+
+    own = health.verdict
+    remarks, advice = (*own.remarks, remark), without_rule(own.advice)
+    verdict = replace(own, code=(), causes=plain(own.causes), advice=advice, remarks=remarks)
+    return replace(health, verdict=verdict, faults=plain(health.faults))
 
 
 def _first_bad(run: Run, loss: Loss | None) -> tuple[str, int, float] | None:

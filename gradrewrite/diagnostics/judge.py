@@ -57,6 +57,15 @@ SKIP = Remedy(
     "tried, and are finite.",
 )
 
+_BOUNDS = "The suggested clip, with gr.guard(optimizer, model), bounds such an update."
+
+
+def without_rule(advice: str) -> str:
+    """Return an advice without its sentences on a suggested rule."""
+    for text in (KEEP_ZEROS.text, SKIP.text, _BOUNDS):
+        advice = advice.replace(text, "")
+    return advice.strip()
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -213,7 +222,7 @@ class Judge:
         bound = 2 * (finite[0] if kind == "learning rate" else median(finite)) if finite else math.inf
         if self.bound <= bound:
             return [self._cause(kind, "", factor, step, text, "")]
-        advice = f"{KINDS[kind].advice} The suggested clip, with gr.guard(optimizer, model), bounds such an update."
+        advice = f"{KINDS[kind].advice} {_BOUNDS}"
         return [self._cause(kind, "", factor, step, text, advice, f'gr.on("step:*", ClipByGlobalNorm({bound:.2g}))')]
 
     def update(self) -> list[Cause]:
@@ -299,7 +308,7 @@ class Judge:
         return [self._with_op(one) for large in found for one in self._bounded("bad batch", *large)]
 
     def _large_batch(self) -> list[tuple[float, int, str]]:
-        """Return by how much its values are too large, its step, and a sentence; empty without one."""
+        """Return the multiple, step and text of a large batch, if any."""
         for step, size in self.evidence.batches.items():
             usual = self._usual(self.evidence.batches, step, 1)
             if 0 < usual < math.inf and not size <= LARGE_BATCH * usual and self._goes_wrong(step):
@@ -366,7 +375,7 @@ class Judge:
 
     @property
     def failure(self) -> Cause | None:
-        """The first non-finite value, where a replay has found its op."""
+        """The first non-finite value, by a replay; None without one."""
         told = self.evidence.failure
         return cause_of(told) if told is not None else failure_in(self.run)
 

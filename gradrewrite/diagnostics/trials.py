@@ -38,7 +38,7 @@ class Trial(tuple[float, ...]):
         return mean_of(finite[-max(1, min(10, len(finite) // 5)) :]) if finite else math.nan
 
     def text(self, plain: Trial | None = None) -> str:
-        """Steps, losses and skips in one line; with ``plain``, a trial without its policy, also where both stop."""
+        """Steps, losses and skips in one line; ``plain``: without its policy."""
         finite = [loss for loss in self if math.isfinite(loss)]
         parts = [f"{len(self)} step{'s' * (len(self) != 1)}"]
         if finite:
@@ -58,7 +58,7 @@ class Trial(tuple[float, ...]):
         return self.is_better_than(plain) and not is_far
 
     def is_better_than(self, plain: Trial) -> bool:
-        """Whether it runs on where the other stops, or ends lower, and does not skip every update."""
+        """Whether it runs further or ends lower, and makes updates."""
         if self.skipped >= len(self) > 0:
             return False
         if self.is_bad or plain.is_bad:

@@ -54,7 +54,7 @@ def update_in(run: Run) -> Cause | None:
 
 
 def _bad_sites(run: Run, rows: Sequence[Step], names: set[str]) -> list[str]:
-    """Return the non-finite parameters, then state; of parameters with a gradient where these have records."""
+    """Return the non-finite parameters, then state."""
     found: dict[str, None] = {}
     for step in rows:
         for address, value in step.records.items():

@@ -27,7 +27,7 @@ class WholeUpdates:
 
 
 def whole_updates(a: Run, b: Run) -> WholeUpdates | None:
-    """Return the updates of two runs; None where both have as many backwards in each.
+    """Return the updates of two runs with unlike numbers of backwards.
 
     An update has the records of step sites, parameters, state and optimizer, and its loss: the mean over its backwards,
     or their sum, if that is nearer to the other run's (the logged loss is divided already).
@@ -72,7 +72,7 @@ def _is_used(address: str) -> bool:
 
 
 def _usual_count(run: Run) -> int:
-    """Return how many backwards most updates have."""
+    """Return the usual number of backwards in an update."""
     return mode([count for _, _, count in run.numbers.values()] or [1])
 
 

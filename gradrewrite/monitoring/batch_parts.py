@@ -160,7 +160,7 @@ def _of_elements(mask: Tensor | None, bad: BadValue) -> PartNorms | None:
 
 
 def _telling(found: PartNorms | None) -> PartNorms | None:
-    """Return the norms, None where no part is finite."""
+    """Return the norms; None for one without finite parts."""
     return None if found is None or (len(found.norms) > 1 and bool(found.norms.isinf().all())) else found
 
 
@@ -177,7 +177,7 @@ def _mask_of(mask: Tensor, sizes: BatchSizes, wanted: tuple[str, ...]) -> Tensor
 
 
 def text_of_elements(bad: BadValue, sizes: BatchSizes) -> str:
-    """Return where the first value is not finite, in words; ``""`` if that is not known."""
+    """Return the place of the first non-finite value, in words."""
     if bad.mask is None:
         return ""
     mask = split_rows(bad.mask, sizes.rows, sizes.positions)

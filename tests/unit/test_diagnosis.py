@@ -217,6 +217,7 @@ def test_the_page_has_verdict_policy_and_trials(tmp_path: Path) -> None:
     assert found.causes[0].kind == "learning rate"
     assert "Learning rate too high" in page
     assert found.policy == ""  # it ends far above the global clip
+    assert "The suggested clip" not in str(found)
     assert "Tried, and of no help, so that it is not suggested: gr.on(" in str(found)
     assert '"title":"loss of each trial, from one start on the same batches"' in page
     assert [tab for tab in ("report", "curves", "overview", "ladder") if f'id="tab-{tab}"' in page] == [
