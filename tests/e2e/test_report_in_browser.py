@@ -54,7 +54,7 @@ def test_it_opens_and_prints(opened: Any, tmp_path: Path) -> None:
     assert opened.locator("#verdict h2").inner_text() == "Values are not finite"
     assert opened.locator("#verdict pre").is_hidden()  # no code to show
     headings = opened.eval_on_selector_all("h1, h2", "all => all.map((one) => one.tagName)")
-    assert headings == ["H1", *["H2"] * 8]  # one of them hidden: the origin, of a log with one
+    assert headings == ["H1", *["H2"] * 9]  # two of them hidden: trials and the origin, of a log with them
     assert opened.locator("#loss-chart svg.curve polyline").count() == 2
     assert opened.locator("#charts").is_hidden()  # another tab
     assert opened.evaluate("document.documentElement.scrollWidth") <= 1200
