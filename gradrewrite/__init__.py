@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from gradrewrite.policy.together import together as together
     from gradrewrite.sites import Site as Site
     from gradrewrite.sites import escape as escape
+    from gradrewrite.training.train_step import TrainStep as TrainStep
+    from gradrewrite.training.train_step import train_step as train_step
 
 _untested = check_torch()
 if _untested:
@@ -111,6 +113,7 @@ _PUBLIC = {
     "policy.together": "joint together",
     "policy.state": "State",
     "sites": "Site escape",
+    "training.train_step": "TrainStep train_step",
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 _SUBMODULES = ("errors", "passes", "policy", "sites", "testing", "viz")

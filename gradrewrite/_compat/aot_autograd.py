@@ -218,6 +218,25 @@ def outputs_by_tangent(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return {node: by_desc[desc] for node, desc in of.items() if desc in by_desc}
 
 
+def meanings_of_outputs(graph: fx.Graph) -> list[tuple[str, int]]:
+    """Return the meaning of each output of a joint graph, with a position among those of the Dynamo graph.
+
+    ``"output"``, the ``"gradient"`` of an input, or the new value of a ``"written"`` one; ``""`` for others.
+    """
+    found: list[tuple[str, int]] = []
+    for desc in _output_descriptors(graph):
+        kind, known = "", desc
+        if isinstance(desc, PlainAOTOutput):
+            kind = "output"
+        elif isinstance(desc, GradAOTOutput):
+            kind, known = "gradient", _described(desc.grad_of)
+        elif isinstance(desc, InputMutationAOTOutput):
+            kind, known = "written", _described(desc.mutated_input)
+        is_known = isinstance(known, PlainAOTOutput | PlainAOTInput)
+        found.append((kind, known.idx) if is_known else ("", -1))
+    return found
+
+
 def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """Turn AOTAutograd's cache off around a compilation; on a hit of that cache no pass runs."""
     return cast(contextlib.AbstractContextManager[None], functorch_config.patch(enable_autograd_cache=False))

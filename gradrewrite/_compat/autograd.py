@@ -54,6 +54,10 @@ def refuse_second_backward(error: Callable[[], Exception]) -> None:
     running_node().register_hook(mark)
 
 
+increment_versions = torch.autograd.graph.increment_version  # of tensors that code has written without autograd
+versions_kept = torch.autograd._unsafe_preserve_version_counter  # inside a block, of a sequence of tensors
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for several: in ``torch.func``, or in a backward with ``is_grads_batched=True``."""
     return is_transformed(tensor) or _is_batched_by_autograd(tensor)

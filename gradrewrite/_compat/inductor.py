@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -137,6 +138,44 @@ def compile_body(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[st
     context = tracing(TracingContext(mode))
     with torch.no_grad(), _config().patch(patches), V.set_fake_mode(mode), context, combined_kernels(fakes):
         return cast(Callable[..., Any], compile_fx_inner(gm, fakes))
+
+
+def compile_training_step(
+    gm: fx.GraphModule, settings: Mapping[str, Any], num_results: int, static: Sequence[int]
+) -> Callable[..., Any]:
+    """Inductor alone, for a functional graph of ATen nodes that has been through its joint passes.
+
+    Its last nodes may copy results into inputs. The callable takes its inputs in one list, which it empties. The first
+    results keep their strides; the inputs at the positions ``static`` stay at their addresses.
+    """
+    with needed_for("Inductor can be called with a compiler of ours around its own"):
+        from torch._inductor.compile_fx import _graph_counter, compile_fx_inner
+        from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+        from torch._inductor.utils import BoxedBool
+    with needed_for("Inductor compiles a graph under the fake mode of its values"):
+        from torch._inductor.virtualized import V
+    with needed_for("Inductor's cache asks the tracing context for a shape environment"):
+        from torch._guards import TracingContext, tracing
+
+    _add_lowerings()
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    output = gm.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(num_results))
+    mode = fake_mode_of(fakes)
+    given = TracingContext.try_get()
+    context = contextlib.nullcontext() if given is not None else tracing(TracingContext(mode))
+    with torch.no_grad(), _config().patch(dict(settings)), V.set_fake_mode(mode), context, combined_kernels(fakes):
+        uses_graphs = bool(_config().triton.cudagraphs)
+        compiled = compile_fx_inner(
+            gm,
+            fakes,
+            static_input_idxs=tuple(static),
+            cudagraphs=BoxedBool(uses_graphs),
+            graph_id=next(_graph_counter) if uses_graphs else None,
+            is_inference=True,
+            boxed_forward_device_index=BoxedDeviceIndex(None),
+        )
+    return cast(Callable[..., Any], compiled)
 
 
 def compile_rewritten(

@@ -48,6 +48,13 @@ class Engine(Protocol):
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile a graph of ATen nodes without gradients; it may write to its inputs."""
 
+    def compile_training_step(self, gm: fx.GraphModule, num_results: int, static: Sequence[int]) -> Runnable:
+        """Compile a graph of a whole training step, which writes to some of its inputs last.
+
+        The first results are the user's, the inputs at the positions ``static`` stay at their addresses. The callable
+        takes its inputs in one list, which it may empty.
+        """
+
     def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """Compile the body of a loop, for arguments like these.
 
@@ -86,6 +93,10 @@ class Inductor:
         """See ``Engine``; the gradients of a step are not at fixed addresses, so no CUDA graph is made."""
         return inductor.compile_step(gm, inputs, self.settings)
 
+    def compile_training_step(self, gm: fx.GraphModule, num_results: int, static: Sequence[int]) -> Runnable:
+        """See ``Engine``."""
+        return inductor.compile_training_step(gm, self.settings, num_results, static)
+
     def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``."""
         return inductor.compile_body(gm, inputs, self.settings)
@@ -119,6 +130,10 @@ class AotEager:
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``; the graph runs unchanged."""
         return gm
+
+    def compile_training_step(self, gm: fx.GraphModule, num_results: int, static: Sequence[int]) -> Runnable:
+        """See ``Engine``; the graph runs unchanged."""
+        return aot_autograd.box(gm)
 
     def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``; the graph runs unchanged."""

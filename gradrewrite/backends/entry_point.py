@@ -62,12 +62,14 @@ class EntryPoint:
         *,
         runs_hooks: bool = True,  # False where they have run already
         is_region: bool = False,  # ``model`` is one of the modules that share this entry point
+        function: Callable[..., Any] | None = None,  # of the model and the arguments, instead of a method
     ) -> None:
         self._model = model
         self._fullgraph = session.config.fullgraph
         self._method = method
         self._runs_hooks = runs_hooks
         self._is_region = is_region
+        self._own_function = function
         self._module: Callable[[], nn.Module | None] = running_module if is_region else weakref.ref(model)
         self._session, self._backend, self._backends = session, backend, [evaluating_backend]
         self._settings = {**options, "dynamic": session.config.dynamic}
@@ -103,8 +105,8 @@ class EntryPoint:
         def call_method(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return getattr(model, method)(*args, **kwargs)
 
-        run = call_method
-        if method == "forward":
+        run = call_method if self._own_function is None else self._own_function
+        if method == "forward" and self._own_function is None:
             run = _call_forward if not self._runs_hooks else _call_region if self._is_region else _call
 
         def fn(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

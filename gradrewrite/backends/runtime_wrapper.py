@@ -69,7 +69,7 @@ class RewrittenBackward:
         outputs = use.outputs
         _refuse_batched(args, records=bool(outputs.packs or outputs.checks))
         _refuse_second_backward()
-        _check_values(self.values_read)
+        check_values(self.values_read)
         use.coverage.note()
         if not session.has_model:
             session.check_rules()
@@ -139,7 +139,8 @@ class RewrittenBackward:
         self.session.warnings.flush_warnings()
 
 
-def _check_values(values: Sequence[FunctionValues]) -> None:
+def check_values(values: Sequence[FunctionValues]) -> None:
+    """Raise CallbackError where a function's Python values differ from those it was traced with."""
     changed = first_change(values)
     if changed is not None:
         function, name, value = changed

@@ -511,6 +511,102 @@ def hold_last(graph: fx.Graph, count: int) -> None:
     hold(graph, outputs[-count:])
 
 
+def join(forward: fx.GraphModule, backward: fx.GraphModule, num_results: int) -> fx.GraphModule:
+    """Return the forward and the backward as one graph, which returns the results of both.
+
+    The backward reads what the forward saves, by name; its other inputs, gradients from outside, become the last ones.
+    """
+    graph, attributes = fx.Graph(), _Attributes()
+    of_forward: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(forward.graph, of_forward)
+    attributes.add(forward, of_forward)
+    saved = [node for node in outputs_of(forward.graph.output_node())[num_results:] if isinstance(node, fx.Node)]
+    of_backward: dict[fx.Node, fx.Node] = {}
+    known = {node.name: of_forward[node] for node in [*forward.graph.find_nodes(op="placeholder"), *saved]}
+    last = graph.find_nodes(op="placeholder")[-1]
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in known:
+            of_backward[node] = known[node.name]
+        else:
+            with graph.inserting_after(last):
+                last = of_backward[node] = graph.node_copy(node)
+    graph.graph_copy(backward.graph, of_backward)
+    attributes.add(backward, of_backward)
+    results = [*outputs_of(forward.graph.output_node())[:num_results]]
+    mapped = [fx.map_arg(node, of_forward.__getitem__) for node in results]
+    mapped += [fx.map_arg(node, of_backward.__getitem__) for node in outputs_of(backward.graph.output_node())]
+    graph.output(tuple(mapped))
+    return fx.GraphModule(attributes.values, graph)
+
+
+class _Attributes:
+    """The attributes of several graph modules, without equal names for different values."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def add(self, gm: fx.GraphModule, copies: Mapping[fx.Node, fx.Node]) -> None:
+        """Add the attributes that the copies of a module's nodes read."""
+        for node in gm.graph.find_nodes(op="get_attr"):
+            value, name = operator.attrgetter(str(node.target))(gm), str(node.target).replace(".", "_")
+            while self.values.setdefault(name, value) is not value:
+                name = f"{name}_"
+            copies[node].target = name
+
+
+def take_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Take the final copies into inputs out of a graph; return the new values by placeholder."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, value = node.args[:2]
+        if isinstance(target, fx.Node) and target.op == "placeholder" and isinstance(value, fx.Node):
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+            found[target] = value
+    return found
+
+
+def write(graph: fx.Graph, targets: Mapping[fx.Node, fx.Node]) -> None:
+    """Write values into inputs or live tensors, as the last thing that a graph does."""
+    output = graph.output_node()
+    written = set(targets)
+    with graph.inserting_before(output):
+        moved = {
+            node: graph.call_function(torch.ops.aten.clone.default, (node,)) for node in _read_late(graph, written)
+        }
+        for node, copied in moved.items():
+            copied.meta = dict(node.meta)
+        for target, value in targets.items():
+            copied = graph.call_function(torch.ops.aten.copy_.default, (target, moved.get(value, value)))
+            copied.meta = {"val": target.meta["val"]}
+    output.args = (fx.map_arg(output.args[0], lambda node: moved.get(node, node)),)
+
+
+def _read_late(graph: fx.Graph, written: Collection[fx.Node]) -> list[fx.Node]:
+    """Return the written inputs that are results themselves."""
+    return [node for node in dict.fromkeys(outputs_of(graph.output_node())) if node in written]
+
+
+def copied_before(node: fx.Node, before: fx.Node) -> fx.Node:
+    """Insert a copy of a value of a Dynamo graph."""
+    with node.graph.inserting_before(before):
+        copied = node.graph.call_function(torch.clone, (node,))
+    copied.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+    return copied
+
+
+def set_outputs(graph: fx.Graph, nodes: Sequence[Any]) -> None:
+    """Return these nodes."""
+    output = graph.output_node()
+    output.args, output.meta = (tuple(nodes),), {}
+
+
+def live(graph: fx.Graph, tensor: Tensor, like: fx.Node, before: fx.Node) -> fx.Node:
+    """Insert a read of a real tensor, with a fake value in the mode of that of another node."""
+    with graph.inserting_before(before):
+        return _live(graph, tensor, [like])
+
+
 def lift_live(gm: fx.GraphModule) -> list[tuple[str, Any]]:
     """Turn live tensors into a graph's last inputs; return names and fakes.
 

@@ -130,6 +130,36 @@ class StepRecorder:
                 self._note_verdicts(outputs, tensors, parameters)
             return again
 
+    def collect_whole(
+        self,
+        outputs: BackwardOutputs,
+        tensors: Sequence[Tensor],
+        snapshot: StepSnapshot | None,
+        parameters: Sequence[weakref.ref[Tensor]],
+        is_due: Callable[[int], bool],
+        update: int,
+        *,
+        notes_verdicts: bool,
+    ) -> None:
+        """Record the report of a graph with forward and backward; NonFiniteError if a check raises.
+
+        ``notes_verdicts``: an update that follows is to know the checks that skip.
+        """
+        record = StepRecord(update=update, groups=list(outputs.groups))
+        record.add(outputs, tensors, snapshot, is_due)
+        record.close()
+        with self.lock:
+            if not self._has_begun:
+                self._has_begun = True
+                let_guards_follow()
+            if "skip" in outputs.checked:
+                self.last_skip = next(c.site for c in outputs.checks if c.report.on_failure == "skip")
+                if notes_verdicts:
+                    self._note_verdicts(outputs, tensors, parameters)
+            self._append(record)
+            self.messages.on_step(record)
+        raise_failed(record)
+
     def _begin(self, task: int) -> StepRecord:
         if self._open:  # what a backward that failed left behind is of no use: numbers of backwards only grow
             self._open = {known: record for known, record in self._open.items() if known > task - _MAX_OPEN}

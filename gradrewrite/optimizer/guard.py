@@ -408,6 +408,13 @@ class Guard:
         self.settle()
         return self._update.prepare(optimizer, inner, scaler)
 
+    def follow_in_graph(self) -> GuardedUpdate:
+        """Follow the models before an update in a graph; return the update."""
+        self._changes = None
+        self._follow_all()
+        self.settle()
+        return self._update
+
     def finish(self, optimizer: torch.optim.Optimizer, bad: Tensor | None, before: Sequence[Before]) -> None:
         """Record the figures known after the update; NonFiniteError if a check of these raises."""
         self._update.finish(optimizer, bad, before)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from gradrewrite._compat import dynamo_cache, fake_tensors, make_fx
 from gradrewrite.backends.engines import AotEager, Engine
@@ -157,13 +157,21 @@ class Judging:
         values = [t.to(limit.dtype) for t in (figure, limit, is_spike, number)]
         return [torch.stack(values), *reported.outputs]
 
+    def trace(self, inputs: Sequence[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
+        """Return the graph for a figure and a number, both fake, and the tensors of its states.
+
+        It returns the values of a judgement, then new values of the states.
+        """
+        with self._recording(inputs[0].device) as reported:
+            traced = make_fx.trace(partial(self._run, reported), inputs)
+        return traced, _states_of(reported)
+
     def _compile(self, inputs: Sequence[Tensor]) -> tuple[Callable[..., Any], list[Tensor], list[Tensor]]:
         """Return the code, its live inputs, and the tensors of its states."""
-        with self._recording(inputs[0].device) as reported:
-            traced = make_fx.trace(partial(self._run, reported), fake_tensors.fakes_of(inputs))
+        traced, states = self.trace(fake_tensors.fakes_of(inputs))
         gm, live = editing.with_live_inputs(traced)
         code = self._engine.compile_step(gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")])
-        return code, live, _states_of(reported)
+        return code, live, states
 
 
 def _states_of(reported: Recording) -> list[Tensor]:

@@ -33,6 +33,7 @@ from gradrewrite.numerics.statistics import total_norm_of
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Judging, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
+from gradrewrite.optimizer.step_plan import InGraphJudge, StepPlan
 from gradrewrite.optimizer.step_graph import AtSteps, StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
 from gradrewrite.policy.insertions import HoldElements, Insertion, JudgeUpdate, ScaleParameter
 from gradrewrite.policy.rules import Answered, Rule, rules_at, step_site
@@ -198,7 +199,7 @@ class StepSites:
         """Return the work on the present gradients; it is kept for later steps."""
         voters = () if ballot is None else self._groups.ranks_of(ballot.group)
         kinds = [p.requires_grad if g is None else _kind_of(g, p) for p, g in zip(parameters, gradients, strict=True)]
-        self._measured = tuple("all" if t.session is None else t.session.sampling.of_update() for t in self._targets)
+        self._measured = self._measurements()
 
         def key() -> Hashable:
             values = tuple([t.session.step_values.number() for t in self._targets if t.session is not None])
@@ -238,6 +239,28 @@ class StepSites:
         settings = replace(settings, exchange=exchange, judges=_judges_of(everywhere))
         with dynamo_cache.compiling():
             return _rewrite(asked, shown, parameters, gradients, settings).shown
+
+    def plan(self, optimizer: torch.optim.Optimizer, has_gradient: Sequence[bool]) -> StepPlan:
+        """Return the actions at gradients, for the graph of a whole step."""
+        self._check_alive()
+        if not self.may_act:
+            return StepPlan()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._read_names(parameters)
+        gradients = [p.detach() if known else None for p, known in zip(parameters, has_gradient, strict=True)]
+        self._measured = self._measurements()
+        asked = self._ask(parameters, gradients)
+        self._note_values(asked)
+        own = tuple(n for n, (_, answers) in asked.items() if answers)
+        if not own:
+            return StepPlan()
+        settings = StepSettings(False, self._suffix, None, self._states(), _judges_of(asked))
+        rewrite = _rewrite(asked, own, parameters, gradients, settings)
+        judges = tuple(map(InGraphJudge, self._judgings(rewrite.judges)))
+        return StepPlan(rewrite, own, judges, {n: found for n in own if (found := _holds(asked[n][1]))})
+
+    def _measurements(self) -> tuple[Measured, ...]:
+        return tuple("all" if t.session is None else t.session.sampling.of_update() for t in self._targets)
 
     def _ask(self, parameters: _Parameters, gradients: _Gradients) -> _Asked:
         """Ask the policies at each gradient that is there.

@@ -22,6 +22,7 @@ from gradrewrite.optimizer._target import Attachment, Target
 from gradrewrite.optimizer.changed_state import ChangedState, Work
 from gradrewrite.optimizer.observed_state import ObservedState
 from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
+from gradrewrite.optimizer.step_plan import StepPlan
 from gradrewrite.optimizer.step_sites import StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
 from gradrewrite.optimizer.updated_tensors import Member, Names, UpdatedTensors
@@ -132,6 +133,39 @@ class GuardedUpdate:
         if judgements:
             remember(judgements, _worst(bad, optimizer.__dict__.get("found_inf")))
         return outcome, bad, before
+
+    def plan(self, optimizer: torch.optim.Optimizer, has_gradient: Sequence[bool]) -> StepPlan:
+        """Return the actions at step sites, for the graph of a whole step."""
+        return StepPlan() if self._step_sites is None else self._step_sites.plan(optimizer, has_gradient)
+
+    def begin_in_graph(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Prepare an update that a graph makes; return the verdict of earlier micro-batches."""
+        self._has_new_gradients = False
+        for states in self.states if self.may_have_actions else ():
+            states.begin_step()
+        return self._verdict.take(optimizer)
+
+    def end_in_graph(
+        self,
+        optimizer: torch.optim.Optimizer,
+        outcome: StepOutcome,
+        bad: Tensor | None,
+        checked: Tensor | None,
+        judgements: Sequence[Judgement],
+    ) -> None:
+        """Record an update that a graph has made or skipped; NonFiniteError if a check raises."""
+        self.losses.clear()
+        outcome = outcome.with_judgements(judgements)
+        for at in self._attached:
+            at.collect_first(outcome.outputs, outcome.tensors, self._is_due, self._number)
+            at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
+        if bad is not None:
+            self._verdict.count(bad, checked, judgements)
+        if judgements:
+            remember(judgements, bad)
+        self._count_update()
+        if bad is not None:
+            self._verdict.look_at_counts()
 
     def _judge(
         self, optimizer: torch.optim.Optimizer, bad: Tensor | None, ballot: Ballot | None, outcome: StepOutcome

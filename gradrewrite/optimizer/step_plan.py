@@ -1,0 +1,36 @@
+"""Step plans: the actions at step sites for the graph of a whole training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from gradrewrite.optimizer.spikes import Judging
+from gradrewrite.optimizer.step_graph import StepRewrite
+from gradrewrite.policy.insertions import Insertion
+
+
+@dataclass(frozen=True, slots=True)
+class InGraphJudge:
+    """A judge in the graph of a whole step."""
+
+    judging: Judging
+    targets: list[Tensor] = field(default_factory=list)  # tensors of its states, when it is traced
+
+    def trace(self, figure: Tensor) -> fx.GraphModule:
+        """Return its graph for a fake figure and the number of its parts."""
+        traced, targets = self.judging.trace([figure, figure])
+        self.targets[:] = targets
+        return traced
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The actions at the step sites of an optimizer."""
+
+    rewrite: StepRewrite | None = None  # None without actions
+    gradients: tuple[int, ...] = ()  # positions of its gradients among the parameters
+    judges: Sequence[InGraphJudge] = ()
+    held: Mapping[int, tuple[Insertion, ...]] = field(default_factory=dict)
