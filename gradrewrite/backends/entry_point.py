@@ -72,7 +72,7 @@ class EntryPoint:
         self._own_function = function
         self._module: Callable[[], nn.Module | None] = running_module if is_region else weakref.ref(model)
         self._session, self._backend, self._backends = session, backend, [evaluating_backend]
-        self._settings = {**options, "dynamic": session.config.dynamic}
+        self._settings = {"dynamic": session.config.dynamic, **options}
         self._evaluating = self._compile(evaluating_backend, fullgraph=False)
         self._compiled: dict[tuple[Measured, int], dynamo_cache.CompiledFunction] = {}
         self._values = 0  # number of the set of Python values that it compiles for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import FunctionType
 
 from torch import Tensor, nn
@@ -97,6 +97,16 @@ _hooks: MutableMapping[Tensor, _ParameterHook] = WeakIdKeyDictionary()
 
 def _hook_of(parameter: Tensor) -> _ParameterHook:
     return _hooks.setdefault(parameter, _ParameterHook())
+
+
+def has_other_hook(parameter: Tensor) -> bool:
+    """Whether a parameter has a hook that is not a watch of ours."""
+    hooks = [*(parameter._backward_hooks or {}).values(), *(_after_accumulation(parameter) or {}).values()]
+    return any(not isinstance(hook, _ParameterHook) for hook in hooks)
+
+
+def _after_accumulation(parameter: Tensor) -> Mapping[int, object] | None:
+    return parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined, no-any-return]
 
 
 class ParameterWatch:

@@ -33,8 +33,8 @@ from gradrewrite.numerics.statistics import total_norm_of
 from gradrewrite.optimizer._target import Attachment, Target, targets_of
 from gradrewrite.optimizer.spikes import NUM_FIGURES, Figures, Judge, Judgement, Judging, Losses
 from gradrewrite.optimizer.step_exchange import ExchangeSettings, SpreadSite, send_nothing
-from gradrewrite.optimizer.step_plan import InGraphJudge, StepPlan
 from gradrewrite.optimizer.step_graph import AtSteps, StepGradient, StepRewrite, StepSettings, rewrite_step, runnable
+from gradrewrite.optimizer.step_plan import InGraphJudge, StepPlan
 from gradrewrite.policy.insertions import HoldElements, Insertion, JudgeUpdate, ScaleParameter
 from gradrewrite.policy.rules import Answered, Rule, rules_at, step_site
 from gradrewrite.policy.sampling import Measured, sampled

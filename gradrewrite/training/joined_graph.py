@@ -13,11 +13,12 @@ from gradrewrite._compat import aot_autograd, fake_tensors
 from gradrewrite.backends.capture import CaptureComplete
 from gradrewrite.backends.compilation import GraphCompilation
 from gradrewrite.backends.engines import Engine, Runnable
-from gradrewrite.errors import RewriteError, TraceError
+from gradrewrite.errors import RewriteError
 from gradrewrite.instrumentation.dynamo_nodes import fake_of
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.rewriting.loss_scale import LossScale
+from gradrewrite.training.refusals import nothing_to_train, refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class _JoiningHooks:
 
     def compile_forward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """See ``CompilationHooks``; of a graph without a backward."""
-        raise CaptureComplete(TraceError(_NO_BACKWARD, code="no-backward"))
+        raise CaptureComplete(nothing_to_train())
 
     def compile_backward(self, compile_graph: Runnable, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """See ``CompilationHooks``."""
@@ -90,7 +91,7 @@ class _JoiningHooks:
         placeholders = graph.find_nodes(op="placeholder")
         inputs, others = placeholders[: self.num_inputs], placeholders[self.num_inputs :]
         if [node for node in others if node.name not in tangents]:
-            raise TraceError(_OWN_INPUTS.format(others[-1].name), code="train-step")
+            raise refused(f"torch gave the backward an input of its own ({others[-1].name})")
         named = dict(zip(meanings, results, strict=False))
         outputs = [named.get(("output", n)) for n in range(self.num_outputs)]
         scale = self.compilation.session.config.loss_scale
@@ -155,7 +156,7 @@ def join_graphs(
             raise end.result from end.result.__cause__
         assert isinstance(end.result, JoinedGraph)
         return end.result
-    raise TraceError(_NO_BACKWARD, code="no-backward")
+    raise nothing_to_train()
 
 
 def _copy_views(gm: fx.GraphModule) -> None:
@@ -176,13 +177,3 @@ def _copy_views(gm: fx.GraphModule) -> None:
     if copies:
         editing.set_outputs(gm.graph, [copies.get(node, node) for node in editing.outputs_of(output)])
         gm.recompile()
-
-
-_NO_BACKWARD = (
-    "gr.train_step: nothing here needs a gradient, so there is no update; is the model's output its loss, and does a "
-    "parameter have requires_grad=True?"
-)
-_OWN_INPUTS = (
-    "gr.train_step: torch gave the backward an input of its own ({}), which one graph has no place for; use the "
-    "two-phase way: loss.backward(); optimizer.step(); optimizer.zero_grad()"
-)

@@ -17,13 +17,13 @@ from gradrewrite.backends.engines import AotEager, Engine, Inductor, Runnable
 from gradrewrite.backends.entry_point import EntryPoint
 from gradrewrite.backends.model_state import ModelState, state_of
 from gradrewrite.backends.session import Session
-from gradrewrite.errors import TraceError
 from gradrewrite.instrumentation.module_names import STEP
 from gradrewrite.optimizer.guard import Guard, guard
 from gradrewrite.optimizer.step_sites import GUARD
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.training.joined_graph import join_graphs
-from gradrewrite.training.losses import losses_among, loss_of
+from gradrewrite.training.losses import loss_of, losses_among
+from gradrewrite.training.refusals import check_graph, check_inputs, check_model, nothing_to_train
 from gradrewrite.training.update_trace import check_traceable, prepare_state
 from gradrewrite.training.whole_step import StateMissing, Training, WholeStep
 
@@ -65,11 +65,17 @@ class _TrainingEngine:
 
     def compile_plain(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``; a step without a gradient is refused."""
-        raise TraceError("gr.train_step: nothing here needs a gradient", code="no-backward")
+        def run(*_: Any) -> Any:
+            raise nothing_to_train()
+
+        return run
 
     def compile_rewritten(self, gm: fx.GraphModule, inputs: Sequence[Any], hooks: Any) -> Runnable:
         """See ``Engine``."""
         assert isinstance(hooks, GraphCompilation)
+        model = next(iter(hooks.session.names.roots))
+        check_graph(hooks, model)
+        check_inputs(hooks, inputs)
         losses = losses_among(gm, hooks)
         joined = join_graphs(self.engine, gm, inputs, hooks, losses)
         return WholeStep(self.training, self.engine, hooks, joined)
@@ -95,8 +101,70 @@ def train_step(
     compile: bool = True,
     **torch_compile_kwargs: Any,
 ) -> TrainStep:
-    """Make one graph of forward, backward, policy and update."""
-    return TrainStep(model, optimizer, compute_loss, compile=compile, options=torch_compile_kwargs)
+    """Make a training step of one graph: forward, backward, policy, update.
+
+    Its result is that of two phases, ``model(...)``, ``backward``, the guarded ``optimizer.step()`` and ``zero_grad``:
+    equal op by op, to rounding under Inductor. Parameters, buffers and the optimizer's state are updated in place, so
+    that ``state_dict()`` of both, schedulers, checkpoints and evaluation work as ever, and each step may be one of two
+    phases. ``.grad`` stays None; a ``.grad`` that exists is added to, as by ``backward``.
+
+    The update is the optimizer's own ``step``, traced. Learning rates, and other numbers of its param groups that its
+    code accepts as tensors, are read at each call; another value of one that is not makes another graph. An optimizer
+    that makes its state in its first step makes that step in two phases, op by op unless the model is compiled.
+
+    A skipped step (``CheckFinite("skip")``, ``SkipSpikes``, a GradScaler's) leaves parameters, state, step counters and
+    the buffers that the forward wrote bit-equal, inside the graph; nothing waits for the device. A check that raises
+    leaves them so too.
+
+    Args:
+        model: What ``gr.transform`` returned.
+        optimizer: An optimizer of its parameters; it is guarded (``gr.guard``) if it is not yet.
+        compute_loss: A function of the model and the arguments of the step that returns the loss, or what has one. It
+            is traced, and the policy acts in it. None where the model returns its loss.
+        compile: Compile with Inductor; else the graph runs op by op.
+        **torch_compile_kwargs: ``mode``, ``options`` and ``dynamic`` of ``torch.compile``.
+
+    Returns:
+        A callable that takes the arguments of the model (those of ``compute_loss`` behind the model) and returns what
+        the model returns, detached.
+
+    Raises:
+        TypeError: ``model`` has no policy, ``optimizer`` is none, or ``compute_loss`` is no function.
+        TraceError: (also from the first call) Two phases alone can make the step: regions, sharded parameters,
+            DistributedDataParallel, graph breaks, hooks on parameters, an optimizer that cannot be traced. The message
+            has the way out.
+
+    Example:
+        >>> import torch, gradrewrite as gr
+        >>> from gradrewrite.passes import ClipByGlobalNorm
+        >>> net = torch.nn.Linear(2, 1, bias=False)
+        >>> model = gr.transform(net, gr.on("gradient:*", ClipByGlobalNorm(1.0)))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> step = gr.train_step(model, optimizer, compute_loss=lambda model, x: model(x).sum(), compile=False)
+        >>> before = net.weight.detach().clone()
+        >>> loss = step(torch.tensor([[3.0, 4.0]]))
+        >>> before - net.weight.detach()
+        tensor([[0.6000, 0.8000]])
+    """
+    state = state_of(model)
+    if state is None:
+        raise TypeError(
+            f"gr.train_step takes what gr.transform returned, got {type(model).__name__}; for a model inside of a wrapper "
+            "give the one inside, and for no policy gr.transform(model, [])"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"gr.train_step takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if compute_loss is not None and not callable(compute_loss):
+        raise TypeError(f"compute_loss is a function (model, *args) -> loss, got {type(compute_loss).__name__}")
+    unknown = torch_compile_kwargs.keys() - {"mode", "options", "dynamic"}
+    if unknown:
+        raise TypeError(
+            f"gr.train_step takes mode, options and dynamic of torch.compile, got {', '.join(sorted(unknown))}"
+        )
+    engine: Engine = Inductor() if compile else AotEager()
+    engine.configured(torch_compile_kwargs.get("mode"), torch_compile_kwargs.get("options"))
+    check_model(state)
+    return TrainStep(model, state, optimizer, compute_loss, engine, torch_compile_kwargs)
 
 
 class TrainStep:
@@ -105,15 +173,12 @@ class TrainStep:
     def __init__(
         self,
         model: Any,
+        state: ModelState,
         optimizer: torch.optim.Optimizer,
         compute_loss: Callable[..., Any] | None,
-        *,
-        compile: bool,
+        engine: Engine,
         options: Mapping[str, Any],
     ) -> None:
-        state = state_of(model)
-        if state is None:
-            raise TypeError("gr.train_step takes what gr.transform returned")
         self._model, self._state, self._compute_loss = model, state, compute_loss
         inner = optimizers.inside_of(optimizer)
         check_traceable(inner)
@@ -122,8 +187,7 @@ class TrainStep:
         watching = inner.__dict__[GUARD]
         assert isinstance(watching, Guard)
         self._training = Training(inner, watching)
-        self._options = options
-        self._engine: Engine = Inductor() if compile else AotEager()
+        self._engine, self._options = engine, options
         self._session: Session | None = None
         self._in_two_phases: EntryPoint | None = None  # None where a call of the model is
 

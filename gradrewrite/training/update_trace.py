@@ -1,13 +1,18 @@
 """TEMPORARY stand-in."""
 
 from __future__ import annotations
-import collections, copy, inspect
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+
+import collections
+import copy
+import inspect
+from collections.abc import Hashable
 from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, fx
-from gradrewrite._compat import make_fx, fake_tensors
+
+from gradrewrite._compat import fake_tensors, make_fx
 
 
 @dataclass(frozen=True)

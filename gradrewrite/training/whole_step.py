@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,8 @@ from gradrewrite._compat import autograd, dynamo_cache, fake_tensors, optimizers
 from gradrewrite.backends.compilation import GraphCompilation
 from gradrewrite.backends.engines import Engine
 from gradrewrite.backends.runtime_wrapper import check_values
-from gradrewrite.errors import TraceError
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
-from gradrewrite.monitoring.step_record import verdicts_of
 from gradrewrite.optimizer.guard import Guard
 from gradrewrite.optimizer.spikes import Judgement
 from gradrewrite.optimizer.step_plan import StepPlan
@@ -26,7 +24,6 @@ from gradrewrite.policy.state_store import write_states
 from gradrewrite.replay.step_snapshot import StepSnapshot, VersionedRef
 from gradrewrite.training.joined_graph import JoinedGraph
 from gradrewrite.training.update_trace import (
-    UpdateGraph,
     key_of,
     numbers_of,
     prepare_state,
@@ -226,11 +223,8 @@ class WholeStep:
         """Accumulate the gradients of inputs that the optimizer does not have."""
         for n, gradient in zip(graph.others, gradients, strict=True):
             given = inputs[n]
-            if isinstance(given, torch.nn.Parameter):
-                continue
-            if not given.is_leaf:
-                raise TraceError("gr.train_step: an input has a history", code="train-step")
-            given.grad = gradient if given.grad is None else given.grad + gradient
+            if not isinstance(given, torch.nn.Parameter):
+                given.grad = gradient if given.grad is None else given.grad + gradient
 
     def _snapshot(self, inputs: Sequence[Any], backward: int) -> StepSnapshot | None:
         session = self._session
