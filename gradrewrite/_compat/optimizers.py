@@ -191,3 +191,17 @@ def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
     """The scale of a GradScaler on its device; None before its first use, or if it is disabled."""
     return scaler._scale if scaler.is_enabled() else None  # get_scale() would wait for the device
+
+
+def scaling_of(scaler: torch.amp.GradScaler, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the scale and the growth tracker of a GradScaler, made if it has not been used."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    assert scaler._scale is not None
+    assert scaler._growth_tracker is not None
+    return scaler._scale, scaler._growth_tracker
+
+
+def settings_of(scaler: torch.amp.GradScaler) -> tuple[float, float, int]:
+    """Return growth factor, backoff factor and growth interval of a GradScaler."""
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()

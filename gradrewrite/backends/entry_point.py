@@ -105,8 +105,8 @@ class EntryPoint:
         def call_method(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return getattr(model, method)(*args, **kwargs)
 
-        run = call_method if self._own_function is None else self._own_function
-        if method == "forward" and self._own_function is None:
+        run = call_method
+        if method == "forward":
             run = _call_forward if not self._runs_hooks else _call_region if self._is_region else _call
 
         def fn(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,6 +114,15 @@ class EntryPoint:
                 _runs_plain(session, fullgraph, (model, args, kwargs))
             return run(model, *args, **kwargs)
 
+        gradrewrite_step = self._own_function  # by this name modules that it holds are known as none of the model's
+
+        def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.compiler.is_compiling():
+                _runs_plain(session, fullgraph, (model, args, kwargs))
+            assert gradrewrite_step is not None
+            return gradrewrite_step(model, *args, **kwargs)
+
+        fn = fn if gradrewrite_step is None else step
         code = fn.__code__.replace(co_name=name)
         return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
 

@@ -106,6 +106,11 @@ class WrittenBuffers:
             for one, now in self._replaced.values():
                 self._put_back(one, now, decision)
 
+    def restore_present(self, skipped: Tensor) -> None:
+        """Restore the buffers that forwards since the last update have written, if there are copies."""
+        if self._copied and self._update == self._recorder.update_key:
+            self.restore(skipped)
+
     def _put_back(self, one: _Seen, now: Tensor, decision: _Decision | None) -> None:
         module = one.module()
         if module is None or module._buffers.get(one.name) is not now:

@@ -19,6 +19,7 @@ from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.optimizer._target import Target
 from gradrewrite.optimizer.step_graph import AtSteps, reads_value, runnable
+from gradrewrite.optimizer.step_plan import ChangePlan
 from gradrewrite.optimizer.step_sites import MAX_PLANS, spread_over_ranks
 from gradrewrite.optimizer.update_graph import HeldParameter, Updated, UpdateRewrite, rewrite_update
 from gradrewrite.optimizer.updated_tensors import Member, Names
@@ -82,6 +83,26 @@ class ChangedState:
         self._checked: set[Hashable] = set()  # works that were traced before an update
         self._members: Sequence[Member] = ()  # for which they were made
 
+    def plan(self, optimizer: torch.optim.Optimizer, work: Work) -> ChangePlan | None:
+        """Return the graph of a work, for the graph of a whole step; None without any action.
+
+        CallbackError or PolicyError as from ``run``.
+        """
+        if not (work.held or work.changing):
+            return None
+        self._check_whole(optimizer, work)
+        own = _parameters(optimizer)
+        work = replace(work, gradients=[own[n].detach() for n in work.held])
+        tensors = self._tensors(optimizer, work)
+        rewrite = self._rewrite(work, tensors, may_be_skipped=False)
+        return ChangePlan(rewrite, tensors.places, tensors.before, list(work.held))
+
+    def _check_whole(self, optimizer: torch.optim.Optimizer, work: Work) -> None:
+        own = _parameters(optimizer)
+        for n, insertions in work.held.items():
+            if optimizers.has_factored_state(optimizer, own[n]):
+                raise _factored(work, n, own[n], insertions[0], optimizer, "rows and columns")
+
     def prepare(self, optimizer: torch.optim.Optimizer, work: Work) -> Work:
         """Return a work with copies of the tensors read behind the update.
 
@@ -91,9 +112,7 @@ class ChangedState:
         own = _parameters(optimizer)
         if not (work.held or work.changing):
             return work
-        for n, insertions in work.held.items():
-            if optimizers.has_factored_state(optimizer, own[n]):
-                raise _factored(work, n, own[n], insertions[0], optimizer, "rows and columns")
+        self._check_whole(optimizer, work)
         gradients = [grad for n in work.held if (grad := own[n].grad) is not None]
         places = self._places(optimizer, work)
         with torch.no_grad():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, fx
 
+from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.optimizer.spikes import Judging
 from gradrewrite.optimizer.step_graph import StepRewrite
+from gradrewrite.optimizer.update_graph import UpdateRewrite
 from gradrewrite.policy.insertions import Insertion
 
 
@@ -27,10 +30,22 @@ class InGraphJudge:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangePlan:
+    """Held elements and functions behind an update."""
+
+    rewrite: UpdateRewrite
+    places: Sequence[tuple[int, Any]]  # of its tensors: position of the parameter, key of its state or None
+    before: Sequence[tuple[int, Any]]  # those that it is given as they were before the update
+    held: Sequence[int]  # parameters with their gradients
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The actions at the step sites of an optimizer."""
+    """The actions at the step sites of an optimizer, and behind its update."""
 
     rewrite: StepRewrite | None = None  # None without actions
     gradients: tuple[int, ...] = ()  # positions of its gradients among the parameters
     judges: Sequence[InGraphJudge] = ()
     held: Mapping[int, tuple[Insertion, ...]] = field(default_factory=dict)
+    change: ChangePlan | None = None
+    ratios: tuple[tuple[int, RecordKey], ...] = ()  # of updates, by position of the parameter

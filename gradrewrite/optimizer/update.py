@@ -16,12 +16,14 @@ from gradrewrite.backends.session import SCALED
 from gradrewrite.backends.written_buffers import WrittenBuffers
 from gradrewrite.distributed.agreement import Ballot
 from gradrewrite.distributed.groups import RankGroups
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.monitoring.host_copy import number_of
 from gradrewrite.optimizer._target import Attachment, Target
 from gradrewrite.optimizer.changed_state import ChangedState, Work
 from gradrewrite.optimizer.observed_state import ObservedState
 from gradrewrite.optimizer.spikes import Judgement, Losses, no_loss, remember
+from gradrewrite.optimizer.step_graph import AtSteps
 from gradrewrite.optimizer.step_plan import StepPlan
 from gradrewrite.optimizer.step_sites import StepOutcome, StepSites
 from gradrewrite.optimizer.update_ratios import Before, UpdateRatios
@@ -135,8 +137,18 @@ class GuardedUpdate:
         return outcome, bad, before
 
     def plan(self, optimizer: torch.optim.Optimizer, has_gradient: Sequence[bool]) -> StepPlan:
-        """Return the actions at step sites, for the graph of a whole step."""
-        return StepPlan() if self._step_sites is None else self._step_sites.plan(optimizer, has_gradient)
+        """Return the actions at step sites and behind the update, for the graph of a whole step."""
+        plan = StepPlan() if self._step_sites is None else self._step_sites.plan(optimizer, has_gradient)
+        at_steps = AtSteps() if plan.rewrite is None else plan.rewrite.at_steps
+        change = self._changed.plan(optimizer, Work(*self._members(optimizer), plan.held, at_steps))
+        is_measured = self._ratios is not None and self._is_due(1)
+        ratios = self._ratios.keys(optimizer) if self._ratios is not None and is_measured else ()
+        return replace(plan, change=change, ratios=ratios)
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether a check of a backward since the last update skips."""
+        return self._verdict.is_open
 
     def begin_in_graph(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Prepare an update that a graph makes; return the verdict of earlier micro-batches."""
@@ -149,11 +161,17 @@ class GuardedUpdate:
         self,
         optimizer: torch.optim.Optimizer,
         outcome: StepOutcome,
-        bad: Tensor | None,
-        checked: Tensor | None,
+        verdicts: tuple[Tensor | None, Tensor | None, Tensor | None],
         judgements: Sequence[Judgement],
+        behind: tuple[BackwardOutputs, list[Tensor]] | None = None,
+        ratios: tuple[tuple[RecordKey, ...], Tensor] | None = None,
     ) -> None:
-        """Record an update that a graph has made or skipped; NonFiniteError if a check raises."""
+        """Record an update that a graph has made or skipped; NonFiniteError if a check raises.
+
+        The verdicts are those of checks and judges, of checks alone, and of these and a GradScaler. ``behind`` are the
+        records of functions behind the update.
+        """
+        bad, checked, skipped = verdicts
         self.losses.clear()
         outcome = outcome.with_judgements(judgements)
         for at in self._attached:
@@ -161,11 +179,34 @@ class GuardedUpdate:
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
         if bad is not None:
             self._verdict.count(bad, checked, judgements)
+        if skipped is not None:
+            for written in self._written_buffers:
+                written.restore_present(skipped)
         if judgements:
-            remember(judgements, bad)
-        self._count_update()
+            remember(judgements, skipped)
+        optimizers.note_step(optimizer)
+        try:
+            self._report_behind(optimizer, behind)
+        finally:
+            self._count_update()
+        if ratios is not None:
+            self._add_late(*ratios)
         if bad is not None:
             self._verdict.look_at_counts()
+
+    def _report_behind(
+        self, optimizer: torch.optim.Optimizer, changed: tuple[BackwardOutputs, list[Tensor]] | None
+    ) -> None:
+        """Measure parameters and state, and record what functions there have reported."""
+        if self._tensors is None or not (changed is not None or self._tensors.may_act):
+            return
+        _, members = self._members(optimizer)
+        if self._tensors.may_act:
+            self._tensors.warn_of_none(optimizer)
+        for found in (changed, self._observed.measure(optimizer, members)):
+            if found is not None:
+                for at in self._attached:
+                    at.collect_again(*found, self._number)
 
     def _judge(
         self, optimizer: torch.optim.Optimizer, bad: Tensor | None, ballot: Ballot | None, outcome: StepOutcome
@@ -230,13 +271,7 @@ class GuardedUpdate:
         names, members = self._members(optimizer)
         work = replace(self._work, names=names, members=members)
         changed = self._changed.run(optimizer, work, self._skipped) if self._is_made else None
-        if self._tensors.may_act:
-            self._tensors.warn_of_none(optimizer)
-        for found in (changed, self._observed.measure(optimizer, members)):
-            if found is not None:
-                outputs, tensors = found
-                for at in self._attached:
-                    at.collect_again(outputs, tensors, self._number)
+        self._report_behind(optimizer, changed)
 
     def make(
         self, optimizer: torch.optim.Optimizer, update: Callable[[], Any], bad: Tensor | None, outcome: StepOutcome
@@ -302,13 +337,16 @@ class GuardedUpdate:
 
     def _add_ratios(self, before: Sequence[Before]) -> None:
         for keys, ratios in self._ratios.after(before) if self._ratios is not None else ():
-            added = [attachment.recorder.add_late(keys, ratios) for attachment in self._attached]
-            if not any(added) and not self._warned_of_no_step:
-                self._warned_of_no_step = True
-                warn(
-                    "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no step "
-                    'to be added to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
-                )
+            self._add_late(keys, ratios)
+
+    def _add_late(self, keys: tuple[RecordKey, ...], ratios: Tensor) -> None:
+        added = [attachment.recorder.add_late(keys, ratios) for attachment in self._attached]
+        if not any(added) and not self._warned_of_no_step:
+            self._warned_of_no_step = True
+            warn(
+                "gr.guard(..., update_ratios=True): no backward has recorded anything, so the ratios have no step "
+                'to be added to; let the policy record something, such as gr.on("gradient:*", Observe("norm"))'
+            )
 
 
 def _worst(*verdicts: Tensor | None) -> Tensor | None:

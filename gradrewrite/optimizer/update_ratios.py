@@ -35,7 +35,7 @@ class Before:
         wide = torch.promote_types(now[0].dtype, torch.float32)
         copies = [torch.empty_like(t, dtype=wide) for t in now]
         optimizers.foreach_copy(copies, now)
-        keys = tuple(RecordKey("update_ratio", 1, f"gradient:{name}") for name, _ in named)
+        keys = tuple(_key(name) for name, _ in named)
         return cls(keys, [p for _, p in named], copies, ranks)
 
     def norms(self) -> Tensor:
@@ -66,14 +66,16 @@ class UpdateRatios:
         self._names: list[str | None] = []
         self._own: list[weakref.ref[Tensor]] = []  # all of the optimizer when names were asked for, without a name too
 
+    def keys(self, optimizer: torch.optim.Optimizer) -> tuple[tuple[int, RecordKey], ...]:
+        """Return the keys of the ratios by the position of the parameter."""
+        self._read_names([p for group in optimizer.param_groups for p in group["params"]])
+        named = enumerate(self._names)
+        return tuple((n, _key(name)) for n, name in named if name is not None)
+
     def before(self, optimizer: torch.optim.Optimizer) -> list[Before]:
         """Copy the parameters; nothing waits for the device."""
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        is_known = len(own) == len(self._own) and all(p is ref() for p, ref in zip(own, self._own, strict=True))
-        if not is_known:
-            names = {id(p): name for target in reversed(self._targets) for name, p in target.parameters().items()}
-            self._own = [weakref.ref(p) for p in own]
-            self._names = [names.get(id(p)) for p in own]
+        self._read_names(own)
         alike: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[tuple[str, Tensor]]] = defaultdict(list)
         for name, parameter in zip(self._names, own, strict=True):
             if name is not None:
@@ -87,6 +89,14 @@ class UpdateRatios:
         if is_dtensor(parameter):
             self._groups.note_mesh(parameter.device_mesh)
         return spread.ranks
+
+    def _read_names(self, own: Sequence[Tensor]) -> None:
+        """Read names again after a change of parameters."""
+        if len(own) == len(self._own) and all(p is ref() for p, ref in zip(own, self._own, strict=True)):
+            return
+        names = {id(p): name for target in reversed(self._targets) for name, p in target.parameters().items()}
+        self._own = [weakref.ref(p) for p in own]
+        self._names = [names.get(id(p)) for p in own]
 
     def after(self, before: Sequence[Before]) -> list[tuple[tuple[RecordKey, ...], Tensor]]:
         """Return keys and ratios after the step, flat float64 (float32 where there is none).
@@ -113,6 +123,10 @@ class UpdateRatios:
         sums = collectives.wait(collectives.begin_sum(torch.cat(squares, 1), group))
         roots = root_of(sums).split([own.numel() for own in norms])
         return [root.reshape(own.shape).to(own.device) for root, own in zip(roots, norms, strict=True)]
+
+
+def _key(name: str) -> RecordKey:
+    return RecordKey("update_ratio", 1, f"gradient:{name}")
 
 
 def _real(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -78,6 +78,11 @@ class UpdateVerdict:
         """Number of skipped updates, on the device; None if none was checked."""
         return None if self._counts is None else self._counts[0]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something was checked since the last step."""
+        return bool(self._by_device)
+
     def note(self, optimizer: torch.optim.Optimizer, bad: Tensor, parameters: Sequence[weakref.ref[Tensor]]) -> None:
         """Note a graph's verdict, if it has parameters of the optimizer or none at all."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}

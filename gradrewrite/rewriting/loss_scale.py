@@ -22,6 +22,12 @@ class LossScale:
         self._source = source
         self._on: dict[torch.device, Tensor] = {}
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler, if it is one that scales."""
+        is_scaling = isinstance(self._source, torch.amp.GradScaler) and self._source.is_enabled()
+        return self._source if is_scaling else None  # type: ignore[return-value]
+
     def on(self, device: torch.device) -> Tensor:
         """The scale as a 0-d float32 tensor on a device, as it was at the last ``update``; one tensor a device."""
         if device not in self._on:

@@ -16,6 +16,8 @@ from gradrewrite.backends.engines import Engine, Runnable
 from gradrewrite.errors import RewriteError, TraceError
 from gradrewrite.instrumentation.dynamo_nodes import fake_of
 from gradrewrite.ir import editing
+from gradrewrite.ir.markers import value_of
+from gradrewrite.rewriting.loss_scale import LossScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class JoinedGraph:
     gradients: tuple[int, ...]  # positions of inputs with gradients
     num_auxiliary: int
     written: tuple[int, ...]  # positions of inputs that are written
+    tangents: Mapping[str, tuple[bool, Tensor]]  # by name: whether it is that of a loss, and a fake tensor like it
 
 
 @dataclass
@@ -90,7 +93,9 @@ class _JoiningHooks:
             raise TraceError(_OWN_INPUTS.format(others[-1].name), code="train-step")
         named = dict(zip(meanings, results, strict=False))
         outputs = [named.get(("output", n)) for n in range(self.num_outputs)]
-        _set_tangents(graph, others, [tangents[node.name] for node in others], outputs, self.losses)
+        scale = self.compilation.session.config.loss_scale
+        given_tangents = {node.name: (tangents[node.name] in self.losses, value_of(node)) for node in others}
+        _set_tangents(graph, others, [tangents[node.name] for node in others], self.losses, scale)
         positions = {node: n for n, node in enumerate(inputs)}
         new = {positions[node]: value for node, value in written.items()}
         new |= {n: node for (kind, n), node in named.items() if kind == "written"}
@@ -100,7 +105,8 @@ class _JoiningHooks:
         editing.set_outputs(
             graph, [*outputs, *(gradients[n] for n in ordered[0]), *auxiliary, *(new[n] for n in ordered[1])]
         )
-        given = self.num_inputs, self.num_outputs, self.losses, tuple(ordered[0]), num_auxiliary, tuple(ordered[1])
+        sizes = self.num_inputs, self.num_outputs, self.losses
+        given = *sizes, tuple(ordered[0]), num_auxiliary, tuple(ordered[1]), given_tangents
         result = self.compilation.result
         assert result is not None
         for name, tensor in result.live.items():  # the partitioner may have copied them
@@ -113,18 +119,23 @@ def _set_tangents(
     graph: fx.Graph,
     tangents: Sequence[fx.Node],
     positions: Sequence[int | None],
-    outputs: Sequence[Any],
     losses: Sequence[int],
+    scale: LossScale | None,
 ) -> None:
-    """Give losses the gradient 1, and other outputs 0."""
+    """Give losses the gradient 1, or the loss scale, and other outputs 0."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for tangent, position in zip(tangents, positions, strict=True):
-        (node,), _ = editing.compute(graph, _filled(float(position in losses)), [tangent], first)
+        factor = None if scale is None or position not in losses else scale.on(value_of(tangent).device)
+        (node,), _ = editing.compute(graph, _filled(float(position in losses), factor), [tangent], first)
         editing.replace_node(tangent, node)
 
 
-def _filled(number: float) -> Callable[[Tensor], list[Tensor]]:
-    return lambda t: [torch.full_like(t, number)]
+def _filled(number: float, factor: Tensor | None) -> Callable[[Tensor], list[Tensor]]:
+    def fill(t: Tensor) -> list[Tensor]:
+        filled = torch.full_like(t, number)
+        return [filled if factor is None else filled * factor.to(t.dtype)]
+
+    return fill
 
 
 def join_graphs(

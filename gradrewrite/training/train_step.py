@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,7 @@ class TrainStep:
         self._options = options
         self._engine: Engine = Inductor() if compile else AotEager()
         self._session: Session | None = None
+        self._in_two_phases: EntryPoint | None = None  # None where a call of the model is
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train for one step; return what the model returns, detached."""
@@ -147,7 +149,7 @@ class TrainStep:
             return self._run_two_phases(args, kwargs)
         session = self._session
         assert session is not None
-        session.check_rules()
+        session.rules.check()
         session.warnings.flush_warnings()
         return result
 
@@ -159,36 +161,49 @@ class TrainStep:
                 parameter.grad = None
 
     def _run_two_phases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        training = self._training
-        with torch.enable_grad():
-            result = self._two_phases(args, kwargs)
-            loss_of(result).backward()
+        """Run a step as two phases do, op by op unless the model is compiled."""
+        training, session = self._training, self._session
+        assert session is not None
         parameters = training.parameters
         for n, total in training.sums.items():
-            own = parameters[n].grad
-            parameters[n].grad = total if own is None else total + own
+            parameters[n].grad = total
         training.sums.clear()
-        training.optimizer.step()
+        with torch.enable_grad():
+            result = self._model(*args, **kwargs) if self._in_two_phases is None else self._in_two_phases(args, kwargs)
+            loss = loss_of(result)
+            scaler = None if session.config.loss_scale is None else session.config.loss_scale.scaler
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            training.optimizer.step()
+        else:
+            scaler.step(training.optimizer)
+            scaler.update()
         training.optimizer.zero_grad()
         return _detached(result)
 
     def _entry(self) -> EntryPoint:
+        """Return the compiled function around the model; another one after a change of the policy."""
         state = self._state
         if self._session is not state.session:
-            self._session = session = state.session
-            engine = _TrainingEngine(self._engine, self._training)
-            self._backends: dict[Measured, Backend] = {}
-
-            def backend(measured: Measured) -> Backend:
-                return self._backends.setdefault(measured, Backend(session, engine, state.monitor, measured=measured))
-
-            silent = Backend(session, engine, state.monitor, is_silent=True)
-            given = session, backend, silent, state.original, self._options
-            self._own = EntryPoint(*given)
+            self._session = state.session
+            self._own = self._new_entry(state, _TrainingEngine(self._engine, self._training), self._options)
+            if self._compute_loss is not None:
+                self._in_two_phases = self._new_entry(state, AotEager(), {})
         return self._own
 
-    def _two_phases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._model(*args, **kwargs)
+    def _new_entry(self, state: ModelState, engine: Engine, options: Mapping[str, Any]) -> EntryPoint:
+        session, function = state.session, self._compute_loss
+
+        @functools.cache
+        def backend(measured: Measured) -> Backend:
+            return Backend(session, engine, state.monitor, measured=measured)
+
+        silent = Backend(session, engine, state.monitor, is_silent=True)
+        given = session, backend, silent, state.original, options
+        if function is None:
+            return EntryPoint(*given)
+        session.inputs.add(STEP, functools.partial(function, state.original))
+        return EntryPoint(*given, STEP, function=function)
 
 
 def _detached(value: Any) -> Any:

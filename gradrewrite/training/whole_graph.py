@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
-from gradrewrite.optimizer.step_plan import InGraphJudge, StepPlan
+from gradrewrite.optimizer.step_plan import ChangePlan, InGraphJudge, StepPlan
 from gradrewrite.training.joined_graph import JoinedGraph
 from gradrewrite.training.update_trace import UpdateGraph
 
@@ -29,6 +29,29 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """The scale of the loss; with a GradScaler, the settings of its updates."""
+
+    scale: Tensor
+    growth_tracker: Tensor | None = None
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: int = 1
+
+    def next(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> list[Tensor]:
+        """Return scale and tracker behind a step, as ``torch._amp_update_scale_`` does."""
+        grown, is_bad = scale * self.growth_factor, found_inf.reshape(scale.shape) > 0
+        count = tracker + 1
+        is_due = count == self.growth_interval
+        larger = torch.where(is_due & grown.isfinite(), grown, scale)
+        zero = torch.zeros_like(tracker)
+        return [
+            torch.where(is_bad, scale * self.backoff_factor, larger),
+            torch.where(is_bad | is_due, zero, count),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateParts:
     """What follows a joined graph: accumulation or an update."""
 
@@ -37,16 +60,17 @@ class UpdateParts:
     accumulated: tuple[int, ...] = ()  # parameters with gradients of earlier backwards
     has_verdict: bool = False  # whether an earlier backward had checks that skip
     outputs: BackwardOutputs = field(default_factory=BackwardOutputs)  # of the joined graph
-    kept_buffers: tuple[int, ...] = ()  # inputs that earlier backwards have written, by position
 
 
 @dataclass(frozen=True, slots=True)
 class WholeGraph:
     """A graph of a whole step, and the order of its inputs and results.
 
-    Inputs: those of the joined graph, accumulated gradients, the verdict so far, copies of buffers, live tensors.
+    Inputs: those of the joined graph, accumulated gradients, the verdict so far, live tensors.
     Results: the user's outputs, gradients that are not of the optimizer, those of a micro-batch, the auxiliary outputs
-    of the backward, those of the step graph, the values and new states of judges, and the verdict.
+    of the backward, those of the step graph, the values and new states of judges, the auxiliary outputs of functions
+    behind the update, ratios of updates, the verdict of checks alone, what a GradScaler found, and the
+    verdict.
     """
 
     gm: fx.GraphModule
@@ -58,6 +82,10 @@ class WholeGraph:
     num_backward: int  # auxiliary outputs
     num_step: int
     num_states: tuple[int, ...]  # of each judge
+    num_changed: int
+    has_ratios: bool
+    has_checked: bool
+    has_found_inf: bool
     has_verdict: bool
     static: Sequence[int]  # positions of inputs with fixed addresses
 
@@ -82,21 +110,21 @@ class WholeGraphBuilder:
         self.added: list[fx.Node] = []
         self.sums = {n: self._add_input(f"accumulated_{n}", parts.parameters[n]) for n in parts.accumulated}
         self.verdict = self._add_scalar("verdict") if parts.has_verdict else None
-        self.kept = {n: self._add_like(f"buffer_{n}", self.inputs[n]) for n in parts.kept_buffers}
         self.step_results: list[fx.Node] = []
         self.judged: list[tuple[fx.Node, list[fx.Node]]] = []
         self.blocked: list[fx.Node] = []
+        self.late: dict[fx.Node, fx.Node] = {}  # writes of a skipped update, too
+        self.states: dict[tuple[int, str], fx.Node] = {}  # of the optimizer, by parameter and key
+        self.changed: list[fx.Node] = []  # auxiliary outputs of functions behind the update
+        self.ratios: fx.Node | None = None
+        self.checked: fx.Node | None = None  # the verdict of checks, where there are judges too
+        self.found_inf: fx.Node | None = None  # 1 where a GradScaler skips, else 0
 
     def _add_input(self, name: str, tensor: Tensor) -> fx.Node:
         mode = value_of(self.inputs[-1]).fake_mode  # type: ignore[attr-defined]
         with mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return self._noted(editing.add_input(self.graph, name, fake))
-
-    def _add_like(self, name: str, node: fx.Node) -> fx.Node:
-        value = value_of(node)
-        with value.fake_mode:  # type: ignore[attr-defined]
-            return self._noted(editing.add_input(self.graph, name, torch.empty_like(value)))
 
     def _add_scalar(self, name: str) -> fx.Node:
         value = next(value_of(self.inputs[n]) for n in self.parts.inputs.values())
@@ -181,6 +209,7 @@ class WholeGraphBuilder:
             figures = dict(zip(rewrite.judged, totals, strict=True))
         else:
             figures = {}
+        self.checked = self.verdict if plan.judges else None
         for number, judge in enumerate(plan.judges):
             figure = figures.get(number)
             if figure is not None:
@@ -199,6 +228,31 @@ class WholeGraphBuilder:
         self.judged.append((values, states))
         (spike,) = self._compute(lambda v: [v[2].to(torch.float32)], [values])
         self.add_verdict(spike)
+
+    def unscale(self, gradients: dict[int, fx.Node], scaling: Scaling) -> None:
+        """Divide gradients by the loss scale; with a GradScaler, skip and change the scale as it does."""
+        scale = self.read(scaling.scale)
+        members = list(gradients)
+
+        def run(*given: Tensor) -> list[Tensor]:
+            scale, *tensors = given
+            inverse = scale.reshape(()).double().reciprocal().float()  # as GradScaler.unscale_
+            found = [(~t.isfinite()).any() for t in tensors]
+            results = [t * inverse.to(t.device) for t in tensors]
+            return [*results, torch.stack([one.to(scale.device) for one in found]).any().to(torch.float32)]
+
+        *results, found_inf = self._compute(run, [scale, *(gradients[n] for n in members)])
+        gradients.update(zip(members, results, strict=True))
+        if scaling.growth_tracker is not None:
+            self.found_inf = found_inf
+            tracker = self.read(scaling.growth_tracker)
+            self.late.update(
+                zip(
+                    (scale, tracker),
+                    self._compute(lambda *given: scaling.next(*given), [scale, tracker, found_inf]),
+                    strict=True,
+                )
+            )
 
     def parameter(self, n: int) -> fx.Node:
         """Return the node of a parameter of the optimizer."""
@@ -222,6 +276,7 @@ class WholeGraphBuilder:
         given = [*parameters, *own, *kept, *([] if numbers is None else [self.read(numbers)])]
         results = self._splice(update.graph_module, given)
         self.writes.update(zip([*parameters, *kept], results, strict=True))
+        self.states = dict(zip(update.states, kept, strict=True))
 
     def scale_parameters(self, plan: StepPlan) -> None:
         """Multiply parameters behind their update."""
@@ -230,9 +285,43 @@ class WholeGraphBuilder:
                 target = self.parameter(plan.gradients[n])
                 (self.writes[target],) = self._compute(_scaled_by(effect.factor()), [self.writes[target]])
 
+    def change(self, plan: ChangePlan, gradients: Mapping[int, fx.Node], states: Any) -> None:
+        """Insert held elements and functions behind the update."""
+        places = {place: self._node_of(place, states) for place in plan.places}
+        now = [self.writes.get(node, node) for node in places.values()]
+        before = [places[place] for place in plan.before]
+        given = [*now, *before, *(gradients[n] for n in plan.held)]
+        results = self._splice(plan.rewrite.graph_module, given)
+        for node, old, new in zip(places.values(), now, results, strict=False):
+            if new is not old:
+                self.writes[node] = new
+        self.changed = results[len(now) :]
+
+    def _node_of(self, place: tuple[int, Any], states: Any) -> fx.Node:
+        n, key = place
+        if key is None:
+            return self.parameter(n)
+        return self.states.get((n, key)) or self.read(states(n, key), Place(n, key))
+
+    def measure_ratios(self, members: Sequence[int]) -> None:
+        """Measure the relative distance of updates, as they are made or skipped."""
+
+        def ratios(*values: Tensor) -> list[Tensor]:
+            number = len(values) // 2
+            found = []
+            for old, new in zip(values[:number], values[number:], strict=True):
+                wide = torch.promote_types(old.dtype, torch.float32)
+                a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (old.to(wide), new.to(wide)))
+                size, change = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (a, a - b))
+                found.append(torch.where(change == 0, change, change / size))
+            return [torch.stack(found)]
+
+        own = [self.parameter(n) for n in members]
+        (self.ratios,) = self._compute(ratios, [*own, *(self.writes.get(node, node) for node in own)])
+
     def let_skip(self) -> None:
         """Keep what is written where the verdict is not 0."""
-        found = [*self.blocked, *([] if self.verdict is None else [self.verdict])]
+        found = [*self.blocked, *(node for node in (self.verdict, self.found_inf) if node is not None)]
         if not found:
             return
 
@@ -241,24 +330,18 @@ class WholeGraphBuilder:
 
         (skips,) = self._compute(decide, found)
         for target, value in self.writes.items():
-            before = self._before(target)
-            self.writes[target] = editing.insert_call(
-                self.graph, aten.where.self, (skips, before, value), self.output, _TAG
-            )
-
-    def _before(self, target: fx.Node) -> fx.Node:
-        positions = {self.inputs[n]: node for n, node in self.kept.items()}
-        return positions.get(target, target)
+            given = (skips, target, value)
+            self.writes[target] = editing.insert_call(self.graph, aten.where.self, given, self.output, _TAG)
 
     def finish(self, returned: Sequence[int], gradients: Mapping[int, fx.Node]) -> WholeGraph:
         """Return the graph, with its results and writes."""
         known = set(self.parts.inputs.values())
         others = tuple(n for n in self.joined.gradients if n not in known)
         judged = [node for values, states in self.judged for node in (values, *states)]
-        verdict = [] if self.verdict is None else [self.verdict]
+        last = [node for node in (self.ratios, self.checked, self.found_inf, self.verdict) if node is not None]
         results = [*self.outputs, *(self.by_input[n] for n in others), *(gradients[n] for n in returned)]
-        editing.set_outputs(self.graph, [*results, *self.auxiliary, *self.step_results, *judged, *verdict])
-        editing.write(self.graph, self.writes)
+        editing.set_outputs(self.graph, [*results, *self.auxiliary, *self.step_results, *judged, *self.changed, *last])
+        editing.write(self.graph, {**self.writes, **self.late})
         self.graph.eliminate_dead_code()
         names = {str(node.target): place for node, place in self.live.items() if isinstance(place, Place)}
         tensors: Mapping[str, Tensor | Place] = {**editing.live_tensors(self.graph), **names}
@@ -280,6 +363,10 @@ class WholeGraphBuilder:
             len(self.auxiliary),
             len(self.step_results),
             tuple(len(states) for _, states in self.judged),
+            len(self.changed),
+            self.ratios is not None,
+            self.checked is not None,
+            self.found_inf is not None,
             self.verdict is not None,
             static,
         )

@@ -5,22 +5,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gradrewrite._compat import autograd, dynamo_cache, fake_tensors
+from gradrewrite._compat import autograd, dynamo_cache, fake_tensors, optimizers
 from gradrewrite.backends.compilation import GraphCompilation
 from gradrewrite.backends.engines import Engine
 from gradrewrite.backends.runtime_wrapper import check_values
 from gradrewrite.errors import TraceError
 from gradrewrite.ir.markers import value_of
+from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.monitoring.step_record import verdicts_of
 from gradrewrite.optimizer.guard import Guard
 from gradrewrite.optimizer.spikes import Judgement
 from gradrewrite.optimizer.step_plan import StepPlan
 from gradrewrite.optimizer.step_sites import StepOutcome
+from gradrewrite.policy.state_store import write_states
 from gradrewrite.replay.step_snapshot import StepSnapshot, VersionedRef
 from gradrewrite.training.joined_graph import JoinedGraph
 from gradrewrite.training.update_trace import (
@@ -30,7 +32,7 @@ from gradrewrite.training.update_trace import (
     prepare_state,
     trace_update,
 )
-from gradrewrite.training.whole_graph import Place, UpdateParts, WholeGraph, WholeGraphBuilder
+from gradrewrite.training.whole_graph import Place, Scaling, UpdateParts, WholeGraph, WholeGraphBuilder
 
 
 class StateMissing(BaseException):  # not an Exception: torch wraps those
@@ -106,22 +108,53 @@ class WholeStep:
         given = {n: one.parameter() for n, one in compilation.inputs.items() if one.parameter is not None}
         self._inputs = {known[id(p)]: n for n, p in given.items() if id(p) in known and n in joined.gradients}
         self._refs = [weakref.ref(parameters[n]) for n in self._inputs]
-        self._tangents: Mapping[str, VersionedRef] = {}
+        self._tangents = {name: VersionedRef(self._tangent(*known), 0) for name, known in joined.tangents.items()}
         self.prepare()
+
+    def _tangent(self, is_of_loss: bool, fake: Tensor) -> Tensor:
+        """Return the gradient of an output, for replays; without memory of its own."""
+        scale, device = self._session.config.loss_scale, fake.device
+        shape = [fake_tensors.hint_of(n) for n in fake.shape]
+        with fake_tensors.outside_of_tracing():
+            number = torch.ones((), device=device) if scale is None else scale.on(device)
+            number = number if is_of_loss else torch.zeros((), device=device)
+            return number.to(fake.dtype).expand(shape)
 
     def prepare(self) -> _Compiled:
         """Return the compiled graph for the call at hand."""
         training = self._training
-        key = (training.accumulates, tuple(training.sums), key_of(training.optimizer))
+        has_verdict = not training.accumulates and training.guard.follow_in_graph().has_verdict
+        key = (
+            training.accumulates,
+            has_verdict,
+            tuple(training.sums),
+            key_of(training.optimizer),
+            self._key_of_scale(),
+        )
         if key not in self._compiled:
             with dynamo_cache.compiling(), fake_tensors.outside_of_modes():
-                self._compiled[key] = self._compile()
+                self._compiled[key] = self._compile(has_verdict)
         return self._compiled[key]
 
-    def _compile(self) -> _Compiled:
+    def _key_of_scale(self) -> Hashable:
+        scale = self._session.config.loss_scale
+        scaler = None if scale is None else scale.scaler
+        return None if scaler is None else optimizers.settings_of(scaler)
+
+    def _scaling(self) -> Scaling | None:
+        scale = self._session.config.loss_scale
+        if scale is None:
+            return None
+        device = self._training.parameters[0].device
+        scaler = scale.scaler
+        if scaler is None:
+            return Scaling(scale.on(device))
+        return Scaling(*optimizers.scaling_of(scaler, device), *optimizers.settings_of(scaler))
+
+    def _compile(self, has_verdict: bool) -> _Compiled:
         training, optimizer = self._training, self._training.optimizer
         parameters = training.parameters
-        parts = UpdateParts(self._inputs, parameters, tuple(training.sums), False, self._outputs)
+        parts = UpdateParts(self._inputs, parameters, tuple(training.sums), has_verdict, self._outputs)
         builder = WholeGraphBuilder(self._joined, parts)
         gradients = builder.gradients()
         plan, numbers, number, returned = StepPlan(), (), None, []
@@ -133,15 +166,26 @@ class WholeStep:
             if not prepare_state(optimizer, has_gradient):
                 raise StateMissing
             plan = training.guard.follow_in_graph().plan(optimizer, has_gradient)
+            scaling = self._scaling()
+            if scaling is not None:
+                builder.unscale(gradients, scaling)
             builder.run_step(plan, gradients)
             forms = [value_of(gradients[n]) if n in gradients else None for n in range(len(parameters))]
             update = trace_update(optimizer, forms)
             numbers = update.numbers
             if numbers:
                 number = torch.zeros(len(numbers), dtype=torch.float64, device=parameters[0].device)
-            builder.update(update, gradients, number, lambda n, key: optimizer.state[parameters[n]][key])
+
+            def state(n: int, key: str) -> Tensor:
+                return cast(Tensor, optimizer.state[parameters[n]][key])
+
+            builder.update(update, gradients, number, state)
             builder.scale_parameters(plan)
+            if plan.change is not None:
+                builder.change(plan.change, gradients, state)
             builder.let_skip()
+            if plan.ratios:
+                builder.measure_ratios([n for n, _ in plan.ratios])
         graph = builder.finish(returned, gradients)
         run = self._engine.compile_training_step(graph.gm, graph.num_outputs, graph.static)
         return _Compiled(graph, run, plan, numbers, number)
@@ -154,13 +198,16 @@ class WholeStep:
         graph = compiled.graph
         backward = training.next_backward()
         session.note_backward(backward)
+        if training.accumulates and session.keeps_buffers:
+            session.buffers.copy({n: inputs[n] for n in self._joined.written})
         snapshot = self._snapshot(inputs, backward)
         session.config.states.note_backward(backward)
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()
         update = None if training.accumulates else training.guard.follow_in_graph()
         earlier = None if update is None else update.begin_in_graph(training.optimizer)
-        args = [*inputs, *training.sums.values(), *compiled.follow(training.optimizer)]
+        verdicts = [] if earlier is None else [earlier]
+        args = [*inputs, *training.sums.values(), *verdicts, *compiled.follow(training.optimizer)]
         written = tuple([args[n] for n in graph.written])
         with torch.no_grad(), autograd.versions_kept(written):
             results = list(compiled.run(args))
@@ -229,4 +276,27 @@ class WholeStep:
             new = list(zip(judge.targets, states, strict=True))
             judgements.append(Judgement(judge.judging.judge, values, new))
         bad = rest.pop() if graph.has_verdict else None
-        training.guard.follow_in_graph().end_in_graph(training.optimizer, outcome, bad, bad, judgements)
+        found_inf = rest.pop() if graph.has_found_inf else None
+        skipped = bad if found_inf is None else found_inf if bad is None else torch.maximum(bad, found_inf)
+        checked = rest.pop() if graph.has_checked else None if judgements else bad
+        ratios = (tuple(key for _, key in plan.ratios), rest.pop()) if graph.has_ratios else None
+        behind = self._changed(plan, rest, skipped)
+        training.guard.follow_in_graph().end_in_graph(
+            training.optimizer, outcome, (bad, checked, skipped), judgements, behind, ratios
+        )
+
+    def _changed(
+        self, plan: StepPlan, results: Sequence[Tensor], verdict: Tensor | None
+    ) -> tuple[BackwardOutputs, list[Tensor]] | None:
+        """Return the records of functions behind an update, NaN where it was skipped; write their states."""
+        if plan.change is None:
+            return None
+        outputs = plan.change.rewrite.outputs
+        packs, kept, states = outputs.split(results)
+        targets = [tensor for _, tensor in outputs.states]
+        if verdict is not None:
+            skipped = verdict > 0
+            states = [torch.where(skipped.to(t.device), t, n) for t, n in zip(targets, states, strict=True)]
+            packs = [pack.masked_fill(skipped.to(pack.device), torch.nan) for pack in packs]
+        write_states(targets, states)
+        return outputs, [*packs, *kept]
