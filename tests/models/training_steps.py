@@ -169,11 +169,16 @@ class Pair:
         for address in sorted(self.seen):
             for per in ("backward", "step"):
                 self.same(one.history(address, per=per), two.history(address, per=per), f"{address}, per {per}")
-        self.same(
-            {str(k): v for k, v in one.kept().items()}, {str(k): v for k, v in two.kept().items()}, "kept"
-        )
+        kept = ({str(site): tensor for site, tensor in monitor.kept().items()} for monitor in (one, two))
+        self.same(*kept, "kept")
         self.same(gr.state_dict(self.one), gr.state_dict(self.two), "gr.state_dict")
         assert self.differs() is acts
+
+    def same_kept(self, what: str) -> None:
+        """Assert that both have kept something, and the same."""
+        got, wanted = ({str(k): t for k, t in m.monitor.kept(what).items()} for m in (self.one, self.two))
+        assert wanted
+        self.same(got, wanted, what)
 
     def trained(self) -> list[tuple[Any, torch.optim.Optimizer]]:
         """The models with a policy and their optimizers."""

@@ -61,15 +61,15 @@ class Cells(nn.Module):
 
 
 class Root(nn.Module):
-    """A square root of what is 0 in places."""
+    """A square root of what is below 0 in places, which a mask hides from the loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.one(x).relu()
-        return (h.sqrt() * (h > 0)).square().mean()
+        h = self.one(x)
+        return (h.sqrt() * (h > 0)).nan_to_num().square().mean()
 
 
 class Dropped(nn.Module):
@@ -156,7 +156,7 @@ class Meeting:
 
 on = gr.on
 MEETINGS: Mapping[str, Meeting] = {
-    "ClipByValue at an error": Meeting(lambda: on("error:one", ClipByValue(0.01))),
+    "ClipByValue at an error": Meeting(lambda: on("error:one", ClipByValue(0.01)), records=False),
     "ClipByNorm at an error": Meeting(lambda: on("error:one", ClipByNorm(0.1))),
     "Scale at an error": Meeting(lambda: on("error:one", passes.Scale(-0.5)), records=False),
     "Zero at an error": Meeting(lambda: on("error:one", passes.Zero()), records=False),
@@ -187,7 +187,6 @@ MEETINGS: Mapping[str, Meeting] = {
     "L2": Meeting(lambda: on("gradient:*", passes.L2(0.5)), records=False),
     "Store": Meeting(lambda: on("saved:*", passes.Store("bfloat16")), wide, records=False),
     "Recompute": Meeting(lambda: on("saved:*", passes.Recompute()), wide, acts=False, records=False),
-    "Offload": Meeting(lambda: on("saved:*", passes.Offload()), wide, acts=False, records=False),
     "stored_error": Meeting(lambda: on("saved:*", [passes.Store("int8"), Observe("stored_error")]), wide),
     "KeepZeros": Meeting(lambda: on("backward:*/sqrt", passes.KeepZeros()), Root, records=False),
     "a backward of its own": Meeting(
@@ -256,7 +255,7 @@ MEETINGS: Mapping[str, Meeting] = {
     "a state at a gradient": Meeting(lambda: on("gradient:one.weight", _state()), records=False),
     "a state at a step": Meeting(lambda: on("step:one.weight", _state()), records=False),
     "what leaves a function": Meeting(lambda: on("error:one", _vector), acts=False),
-    "a schedule": Meeting(lambda: on("error:one", ClipByValue(gr.Schedule(lambda step: 0.1 / (1 + step))))),
+    "a schedule": Meeting(lambda: on("error:one", ClipByValue(gr.Schedule(lambda step: 0.1 / (1 + step)))), records=False),
     "a schedule at steps": Meeting(
         lambda: on("step:*", ClipByGlobalNorm(gr.Schedule(lambda step: 0.1 / (1 + step))))
     ),
@@ -288,8 +287,12 @@ def test_a_meeting(name: str) -> None:
         one.make().double(), one.policy, one.optimize, near=one.near, transform=one.transform, guard=one.guard,
     )  # fmt: skip
     for number in range(6):
-        pair.step(batch(number))
+        pair.step(batch(number) * (10 if number == 4 else 1))  # adaptive clips act on what is unusual
 
     pair.finish(acts=one.acts, records=one.records)
-    if any(word in name for word in ("Keep at", "examples", "leaves")) and "Weigh" not in name:
-        assert pair.one.monitor.kept() or pair.one.monitor.kept("example_norms")
+    if "Keep at" in name:
+        assert pair.one.monitor.kept()
+    if name == "norms of examples":
+        pair.same_kept("example_norms")
+    if name == "what leaves a function":
+        pair.same_kept("error")
