@@ -188,9 +188,13 @@ def written_inputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def num_forward_outputs(graph: fx.Graph) -> int:
-    """Return the number of outputs of a joint graph that its forward returns."""
+    """Return the number of outputs of a joint graph that its forward returns.
+
+    The gradient of an input that needs none is None, without a description.
+    """
     descs = graph.output_node().meta.get("desc") or ()
-    return next((n for n, desc in enumerate(descs) if isinstance(_outermost(desc), _OF_BACKWARD)), len(descs))
+    behind = (n for n, desc in enumerate(descs) if desc is None or isinstance(_outermost(desc), _OF_BACKWARD))
+    return next(behind, len(descs))
 
 
 def output_positions(graph: fx.Graph) -> list[int]:

@@ -199,7 +199,7 @@ class StepSites:
         """Return the work on the present gradients; it is kept for later steps."""
         voters = () if ballot is None else self._groups.ranks_of(ballot.group)
         kinds = [p.requires_grad if g is None else _kind_of(g, p) for p, g in zip(parameters, gradients, strict=True)]
-        self._measured = self._measurements()
+        self._measured = self.measurements()
 
         def key() -> Hashable:
             values = tuple([t.session.step_values.number() for t in self._targets if t.session is not None])
@@ -248,7 +248,7 @@ class StepSites:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._read_names(parameters)
         gradients = [p.detach() if known else None for p, known in zip(parameters, has_gradient, strict=True)]
-        self._measured = self._measurements()
+        self._measured = self.measurements()
         asked = self._ask(parameters, gradients)
         self._note_values(asked)
         own = tuple(n for n, (_, answers) in asked.items() if answers)
@@ -259,7 +259,8 @@ class StepSites:
         judges = tuple(map(InGraphJudge, self._judgings(rewrite.judges)))
         return StepPlan(rewrite, own, judges, {n: found for n in own if (found := _holds(asked[n][1]))})
 
-    def _measurements(self) -> tuple[Measured, ...]:
+    def measurements(self) -> tuple[Measured, ...]:
+        """Return the measurements of this update, by model."""
         return tuple("all" if t.session is None else t.session.sampling.of_update() for t in self._targets)
 
     def _ask(self, parameters: _Parameters, gradients: _Gradients) -> _Asked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +144,11 @@ class GuardedUpdate:
         is_measured = self._ratios is not None and self._is_due(1)
         ratios = self._ratios.keys(optimizer) if self._ratios is not None and is_measured else ()
         return replace(plan, change=change, ratios=ratios)
+
+    def measured(self) -> Hashable:
+        """Return what is measured in this update: the key of a plan."""
+        at_steps = () if self._step_sites is None else self._step_sites.measurements()
+        return at_steps, self._ratios is not None and self._is_due(1)
 
     @property
     def has_verdict(self) -> bool:

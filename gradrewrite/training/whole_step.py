@@ -120,10 +120,12 @@ class WholeStep:
     def prepare(self) -> _Compiled:
         """Return the compiled graph for the call at hand."""
         training = self._training
-        has_verdict = not training.accumulates and training.guard.follow_in_graph().has_verdict
+        update = None if training.accumulates else training.guard.follow_in_graph()
+        has_verdict = update is not None and update.has_verdict
         key = (
             training.accumulates,
             has_verdict,
+            None if update is None else update.measured(),
             tuple(training.sums),
             key_of(training.optimizer),
             self._key_of_scale(),
@@ -246,7 +248,7 @@ class WholeStep:
         packs, kept, states = self._outputs.split(own)
         outputs, kept = self._outputs.unrolled(packs, kept)
         number = session.config.states.current
-        if self._outputs.placed or self._is_checked:
+        if own or session.sampling.is_in_use or self._is_checked:
             given = outputs, [*packs, *kept], snapshot if self._is_checked else None, self._refs
             session.recorder.collect_whole(*given, session.sampling.is_due, number, notes_verdicts=training.accumulates)
         if states:
