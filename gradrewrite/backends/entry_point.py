@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import types
 import weakref
@@ -135,12 +134,19 @@ class EntryPoint:
             has_backward = may_have_backward(model, args, kwargs)
         if not has_backward:
             return self._evaluate(model, args, kwargs)
+        return self.train(args, kwargs, model)
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module | None = None) -> Any:
+        """Call the model where a backward follows."""
+        model = self._model if model is None else model
         self._session.begun.add(self._method)
         self._follow_live_forms()
         self._values = self._session.values.number()
         measured = self._session.sampling.begin()
-        is_new = (measured, self._values) not in self._compiled
-        with show_progress("compile", "a second graph") if is_new else contextlib.nullcontext():
+        compiled = self._compiled.get((measured, self._values))
+        if compiled is not None:
+            return self._run(compiled, model, args, kwargs)
+        with show_progress("compile", "a second graph"):
             return self._run(self._function(measured), model, args, kwargs)
 
     def _follow_live_forms(self) -> None:

@@ -12,7 +12,18 @@ from torch import Tensor
 
 from gradrewrite.ir.provenance import Anchor
 from gradrewrite.ir.record_key import RecordKey, with_label
-from gradrewrite.ir.reports import Check, Clip, Figures, Kept, NormClip, OnFailure, Scalars, ValueClip, leaves
+from gradrewrite.ir.reports import (
+    Check,
+    Clip,
+    Figures,
+    Kept,
+    NormClip,
+    OnFailure,
+    Scalars,
+    ValueClip,
+    acting_bound,
+    leaves,
+)
 from gradrewrite.numerics.statistics import COUNTS
 from gradrewrite.sites import Site
 
@@ -281,6 +292,16 @@ class BackwardOutputs:
         return tuple((key, bound) for key, bound in found if not isinstance(bound, Mapping))
 
     @cached_property
+    def acting_numbers(self) -> dict[RecordKey, float]:
+        """The bounds that are numbers, as clips act by them."""
+        return {key: acting_bound(bound) for key, bound in self.bounds if not isinstance(bound, Tensor)}
+
+    @cached_property
+    def live_bounds(self) -> tuple[tuple[RecordKey, Tensor], ...]:
+        """The bounds that are tensors in host memory."""
+        return tuple((key, bound) for key, bound in self.bounds if isinstance(bound, Tensor))
+
+    @cached_property
     def measured(self) -> Mapping[RecordKey, MeasuredTensor]:
         """The tensors behind the statistics among the records."""
         found = ((key, p.tensor) for p in self.placed for key in p.keys)
@@ -315,8 +336,16 @@ class BackwardOutputs:
         return tuple((p.every, p.keys) for p in self.placed if p.every is not None and p.keys)
 
     @cached_property
+    def _intervals(self) -> frozenset[int]:
+        return frozenset(every for every, _ in self._sampled)
+
+    @cached_property
     def _known_lengths(self) -> dict[tuple[tuple[str, int], ...], tuple[BackwardOutputs, list[tuple[int, int | None]]]]:
         return {}
+
+    @cached_property
+    def _has_loops(self) -> bool:
+        return any(p.iterations is not None for p in self.placed)
 
     @cached_property
     def _rolled(self) -> dict[RecordKey, Iterations]:
@@ -327,6 +356,8 @@ class BackwardOutputs:
 
         The lengths of loops are those of the tensors.
         """
+        if not self._has_loops:
+            return self, kept
         of_packs = [(own, self._rolled.get(own.keys[0])) for own in self.packs]
         of_kept = [p.iterations for p in self.placed if p.is_kept]
         found = [(its, len(t) // len(own.keys)) for (own, its), t in zip(of_packs, packs, strict=True)]
@@ -361,7 +392,7 @@ class BackwardOutputs:
 
     def undue(self, is_due: Callable[[int], bool]) -> frozenset[RecordKey]:
         """Return the keys of measurements with intervals not due."""
-        due = {every: is_due(every) for every, _ in self._sampled}
+        due = {every: is_due(every) for every in self._intervals}
         return frozenset(key for every, keys in self._sampled if not due[every] for key in keys)
 
     def kept_keys(self, is_due: Callable[[int], bool]) -> list[tuple[str, Owner, str] | None]:

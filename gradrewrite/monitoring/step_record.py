@@ -44,7 +44,9 @@ class GraphRecord:
     bounds: dict[RecordKey, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bounds = {key: acting_bound(number_of(bound)) for key, bound in self.outputs.bounds}
+        self.bounds = dict(self.outputs.acting_numbers)
+        for key, bound in self.outputs.live_bounds:
+            self.bounds[key] = acting_bound(number_of(bound))
 
     def values(self) -> dict[RecordKey, float]:
         """All records; the packs are on the host."""

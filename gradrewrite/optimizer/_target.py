@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradrewrite._compat import fake_tensors
 from gradrewrite._compat.dtensors import is_dtensor
 from gradrewrite.backends.engines import Engine
-from gradrewrite.backends.session import Session, attached_state
+from gradrewrite.backends.session import STATE, Session, attached_state
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.monitoring.guards import Seat
 from gradrewrite.monitoring.monitor import Monitor
@@ -46,7 +46,9 @@ class Target:
     @property
     def session(self) -> Session | None:
         """The policy at work; None for a bare monitor, and where the model is gone."""
-        return cast("Session | None", getattr(self._state, "session", None))
+        given = self._given if self._model is None else getattr(self._model(), STATE, None)
+        found: Session | None = getattr(given, "session", None)
+        return found
 
     @property
     def engine(self) -> Engine | None:
@@ -94,11 +96,15 @@ class Attachment:
         """Take the first free seat for the guard."""
         self.seat = self.recorder.guards.move_up(guard)
 
+    def begin(self) -> None:
+        """Begin an update: its reports belong to the step that took none of the one before."""
+        self._previous_step = self.last_step
+
     def collect_first(
         self, outputs: BackwardOutputs, tensors: Sequence[Tensor], is_due: Callable[[int], bool], number: int
     ) -> None:
         """Record the report of an update by its number, if there is one, before the update is made."""
-        self._previous_step = self.last_step
+        self.begin()
         if outputs.packs or outputs.kept:
             self.last_step = self.recorder.collect_update(outputs, tensors, self.last_step, is_due, number)
 

@@ -49,3 +49,5 @@ class StepPlan:
     held: Mapping[int, tuple[Insertion, ...]] = field(default_factory=dict)
     change: ChangePlan | None = None
     ratios: tuple[tuple[int, RecordKey], ...] = ()  # of updates, by position of the parameter
+    may_act: bool = False  # whether a policy may have actions at step sites, at parameters or at state
+    observes: bool = False  # whether parameters or state may be measured

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,18 @@ from gradrewrite.optimizer.updated_tensors import Member, Names, UpdatedTensors
 from gradrewrite.optimizer.verdict import UpdateVerdict
 from gradrewrite.policy.numbers import python_number
 from gradrewrite.policy.state_store import StateStore
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateInGraph:
+    """An update that the graph of a whole step has made or skipped."""
+
+    bad: Tensor | None = None  # verdict of checks and judges, not 0 if it was skipped; None if nothing was checked
+    checked: Tensor | None = None  # verdict of the checks alone
+    skipped: Tensor | None = None  # ``bad``, or what a GradScaler found
+    judgements: Sequence[Judgement] = ()
+    behind: tuple[BackwardOutputs, list[Tensor]] | None = None  # records of functions behind it
+    ratios: Tensor | None = None  # of the plan
 
 
 class GuardedUpdate:
@@ -138,65 +151,63 @@ class GuardedUpdate:
 
     def plan(self, optimizer: torch.optim.Optimizer, has_gradient: Sequence[bool]) -> StepPlan:
         """Return the actions at step sites and behind the update, for the graph of a whole step."""
-        plan = StepPlan() if self._step_sites is None else self._step_sites.plan(optimizer, has_gradient)
+        if self._step_sites is None or self._tensors is None:
+            return StepPlan()
+        plan = self._step_sites.plan(optimizer, has_gradient)
         at_steps = AtSteps() if plan.rewrite is None else plan.rewrite.at_steps
         change = self._changed.plan(optimizer, Work(*self._members(optimizer), plan.held, at_steps))
-        is_measured = self._ratios is not None and self._is_due(1)
-        ratios = self._ratios.keys(optimizer) if self._ratios is not None and is_measured else ()
-        return replace(plan, change=change, ratios=ratios)
+        ratios = self._ratios.keys(optimizer) if self._ratios is not None and self._is_due(1) else ()
+        given = self.may_have_actions, self._tensors.may_act
+        return replace(plan, change=change, ratios=ratios, may_act=given[0], observes=given[1])
 
-    def measured(self) -> Hashable:
-        """Return what is measured in this update: the key of a plan."""
-        at_steps = () if self._step_sites is None else self._step_sites.measurements()
-        return at_steps, self._ratios is not None and self._is_due(1)
+    def key_of_plan(self) -> Hashable:
+        """Return the measurements of the next update and the Python values of functions: the key of its plan."""
+        if self._step_sites is None or not (self.may_have_actions or self._ratios is not None):
+            return None
+        values = tuple([t.session.step_values.number() for t in self._targets if t.session is not None])
+        return self._step_sites.measurements(), values, self._ratios is not None and self._is_due(1)
 
     @property
     def has_verdict(self) -> bool:
         """Whether a check of a backward since the last update skips."""
         return self._verdict.is_open
 
-    def begin_in_graph(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    def begin_in_graph(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> Tensor | None:
         """Prepare an update that a graph makes; return the verdict of earlier micro-batches."""
         self._has_new_gradients = False
-        for states in self.states if self.may_have_actions else ():
+        for states in self.states if plan.may_act else ():
             states.begin_step()
-        return self._verdict.take(optimizer)
+        return self._verdict.take(optimizer) if self._verdict.is_open else None
 
     def end_in_graph(
-        self,
-        optimizer: torch.optim.Optimizer,
-        outcome: StepOutcome,
-        verdicts: tuple[Tensor | None, Tensor | None, Tensor | None],
-        judgements: Sequence[Judgement],
-        behind: tuple[BackwardOutputs, list[Tensor]] | None = None,
-        ratios: tuple[tuple[RecordKey, ...], Tensor] | None = None,
+        self, optimizer: torch.optim.Optimizer, plan: StepPlan, outcome: StepOutcome, made: UpdateInGraph
     ) -> None:
-        """Record an update that a graph has made or skipped; NonFiniteError if a check raises.
-
-        The verdicts are those of checks and judges, of checks alone, and of these and a GradScaler. ``behind`` are the
-        records of functions behind the update.
-        """
-        bad, checked, skipped = verdicts
+        """Record an update that a graph has made or skipped; NonFiniteError if a check raises."""
         self.losses.clear()
-        outcome = outcome.with_judgements(judgements)
+        outcome = outcome.with_judgements(made.judgements)
+        has_records = bool(outcome.outputs.placed or outcome.outputs.packs)
         for at in self._attached:
-            at.collect_first(outcome.outputs, outcome.tensors, self._is_due, self._number)
+            if has_records:
+                at.collect_first(outcome.outputs, outcome.tensors, self._is_due, self._number)
+            else:
+                at.begin()
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
-        if bad is not None:
-            self._verdict.count(bad, checked, judgements)
-        if skipped is not None:
+        if made.bad is not None:
+            self._verdict.count(made.bad, made.checked, made.judgements)
+        if made.skipped is not None:
             for written in self._written_buffers:
-                written.restore_present(skipped)
-        if judgements:
-            remember(judgements, skipped)
+                written.restore_present(made.skipped)
+        if made.judgements:
+            remember(made.judgements, made.skipped)
         optimizers.note_step(optimizer)
         try:
-            self._report_behind(optimizer, behind)
+            if plan.observes or made.behind is not None:
+                self._report_behind(optimizer, made.behind)
         finally:
             self._count_update()
-        if ratios is not None:
-            self._add_late(*ratios)
-        if bad is not None:
+        if made.ratios is not None:
+            self._add_late(tuple(key for _, key in plan.ratios), made.ratios)
+        if made.bad is not None:
             self._verdict.look_at_counts()
 
     def _report_behind(
@@ -399,11 +410,16 @@ def _scale_parameters(outcome: StepOutcome, skipped: Tensor | None) -> None:
             optimizers.foreach_scale(parameters, factor)
 
 
+@functools.cache
+def _key_of_rate(number: int) -> RecordKey:
+    return RecordKey("lr", 1, f"optimizer:{number}")
+
+
 def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[RecordKey, float]:
     """Numbers, and tensors in host memory; reading one on a device would wait for it."""
     rates: dict[RecordKey, float] = {}
     for number, group in enumerate(optimizer.param_groups, first):
-        rate, key = python_number(group.get("lr")), RecordKey("lr", 1, f"optimizer:{number}")
+        rate, key = python_number(group.get("lr")), _key_of_rate(number)
         if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu"):
             rates[key] = number_of(rate)
     return rates

@@ -24,8 +24,9 @@ from gradrewrite.policy.sampling import Measured
 from gradrewrite.training.joined_graph import join_graphs
 from gradrewrite.training.losses import loss_of, losses_among
 from gradrewrite.training.refusals import check_graph, check_inputs, check_model, nothing_to_train
+from gradrewrite.training.training import StateMissing, Training
 from gradrewrite.training.update_trace import check_traceable, prepare_state
-from gradrewrite.training.whole_step import StateMissing, Training, WholeStep
+from gradrewrite.training.whole_step import WholeStep
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class _TrainingEngine:
 
     def compile_plain(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
         """See ``Engine``; a step without a gradient is refused."""
+
         def run(*_: Any) -> Any:
             raise nothing_to_train()
 
@@ -190,48 +192,65 @@ class TrainStep:
         self._engine, self._options = engine, options
         self._session: Session | None = None
         self._in_two_phases: EntryPoint | None = None  # None where a call of the model is
+        self._is_begun = False  # whether a graph has made an update
+        self._num_graphs = -1  # of the session, when its rules were checked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train for one step; return what the model returns, detached."""
+        """Train for one step; return what the model returns, detached.
+
+        Raises:
+            NonFiniteError: A check that raises failed; the update is left out.
+            SpikeError: Too many updates in a row were skipped.
+            TraceError: Two phases alone can make the step; see ``train_step``.
+        """
         return self._call(args, kwargs, accumulates=False)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the gradients of a micro-batch to those of the next step."""
+        """Add the gradients of a micro-batch to those of the next step.
+
+        Returns:
+            What the model returns, detached.
+        """
         return self._call(args, kwargs, accumulates=True)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> Any:
         training = self._training
         training.accumulates = accumulates
         entry = self._entry()
-        self._take_gradients()
-        if not accumulates and not prepare_state(training.optimizer, [False] * len(training.parameters)):
+        training.take_gradients()
+        gradients = torch.is_grad_enabled()
+        if not gradients:
+            with torch.enable_grad():
+                return self._call(args, kwargs, accumulates=accumulates)
+        if not self._is_begun and not accumulates and self._begins_in_two_phases():
             return self._run_two_phases(args, kwargs)
         try:
-            with torch.enable_grad():
-                result = entry(args, kwargs)
+            result = entry.train(args, kwargs)
         except StateMissing:
             return self._run_two_phases(args, kwargs)
-        session = self._session
-        assert session is not None
-        session.rules.check()
-        session.warnings.flush_warnings()
+        self._is_begun |= not accumulates
+        self._look_at_new_graphs()
         return result
 
-    def _take_gradients(self) -> None:
-        sums = self._training.sums
-        for n, parameter in enumerate(self._training.parameters):
-            if parameter.grad is not None:
-                sums[n] = parameter.grad if n not in sums else sums[n] + parameter.grad
-                parameter.grad = None
+    def _begins_in_two_phases(self) -> bool:
+        """Whether the first update itself makes the optimizer's state."""
+        training = self._training
+        return not prepare_state(training.optimizer, [False] * len(training.parameters))
+
+    def _look_at_new_graphs(self) -> None:
+        """Check rules, and warn, after a compilation."""
+        session = self._session
+        assert session is not None
+        if len(session.graphs) != self._num_graphs:
+            self._num_graphs = len(session.graphs)
+            session.rules.check()
+            session.warnings.flush_warnings()
 
     def _run_two_phases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step as two phases do, op by op unless the model is compiled."""
         training, session = self._training, self._session
         assert session is not None
-        parameters = training.parameters
-        for n, total in training.sums.items():
-            parameters[n].grad = total
-        training.sums.clear()
+        training.give_gradients()
         with torch.enable_grad():
             result = self._model(*args, **kwargs) if self._in_two_phases is None else self._in_two_phases(args, kwargs)
             loss = loss_of(result)
@@ -248,7 +267,8 @@ class TrainStep:
     def _entry(self) -> EntryPoint:
         """Return the compiled function around the model; another one after a change of the policy."""
         state = self._state
-        if self._session is not state.session:
+        if self._session is not state.session or self._training.follow():
+            self._is_begun, self._num_graphs = False, -1
             self._session = state.session
             self._own = self._new_entry(state, _TrainingEngine(self._engine, self._training), self._options)
             if self._compute_loss is not None:

@@ -89,6 +89,12 @@ class WholeGraph:
     has_verdict: bool
     static: Sequence[int]  # positions of inputs with fixed addresses
 
+    @property
+    def has_report(self) -> bool:
+        """Whether it returns more of an update than the step graph does."""
+        flags = self.has_verdict, self.has_found_inf, self.has_ratios
+        return bool(self.num_states or self.num_changed or any(flags))
+
 
 class WholeGraphBuilder:
     """Adds to a copy of a joined graph the work behind it."""

@@ -1,0 +1,147 @@
+"""The compiled graph of a whole step, with its inputs behind those of the model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gradrewrite._compat import autograd, optimizers
+from gradrewrite.backends.engines import Engine
+from gradrewrite.ir.markers import value_of
+from gradrewrite.ir.outputs import BackwardOutputs
+from gradrewrite.optimizer.step_plan import StepPlan
+from gradrewrite.optimizer.update import GuardedUpdate
+from gradrewrite.rewriting.config import RewriteConfig
+from gradrewrite.training.joined_graph import JoinedGraph
+from gradrewrite.training.training import StateMissing, Training
+from gradrewrite.training.update_trace import numbers_of, prepare_state, trace_update
+from gradrewrite.training.whole_graph import Place, Scaling, UpdateParts, WholeGraph, WholeGraphBuilder
+
+
+@dataclass(eq=False)
+class CompiledStep:
+    """A compiled graph, and what it reads beside the inputs of the model."""
+
+    graph: WholeGraph
+    code: Callable[[list[Any]], Any]
+    plan: StepPlan
+    keeps_versions: bool  # whether its code tells autograd what it writes
+    numbers: tuple[tuple[int, str], ...] = ()  # of param groups, read at each call
+    tensor: Tensor | None = None  # that has their values
+    _values: list[float] = field(default_factory=list)
+    _live: list[Tensor] = field(default_factory=list)
+    _states: list[Any] | None = None  # of the optimizer, for which the live inputs were read
+
+    def verdicts(self, update: GuardedUpdate, training: Training) -> list[Tensor]:
+        """Prepare the update; return the verdict of earlier micro-batches, if there is one."""
+        earlier = None if training.accumulates else update.begin_in_graph(training.optimizer, self.plan)
+        return [] if earlier is None else [earlier]
+
+    def live(self, training: Training) -> list[Tensor]:
+        """Return the live inputs as they are now; StateMissing if the optimizer's state is gone."""
+        if self.tensor is not None:
+            values = numbers_of(training.optimizer, self.numbers)
+            if values != self._values:
+                self._values = values
+                self.tensor.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
+        states = list(training.optimizer.state.values())
+        known = self._states
+        if known is None or len(states) != len(known) or not all(map(operator.is_, states, known)):
+            self._states = states
+            self._live = [self._read(one, training) for one in self.graph.live]
+        return self._live
+
+    def _read(self, live: Tensor | Place, training: Training) -> Tensor:
+        if isinstance(live, Tensor):
+            return live
+        state = training.optimizer.state.get(training.parameters[live.parameter], {})
+        if live.key not in state:
+            raise StateMissing
+        return cast(Tensor, state[live.key])
+
+    def run(self, args: list[Any], written: Sequence[Tensor]) -> list[Any]:
+        """Run the code without gradients; versions of what it writes are for the caller to count."""
+        with autograd.no_gradients():
+            if not self.keeps_versions:
+                return list(self.code(args))
+            with autograd.versions_kept(tuple(written)):
+                return list(self.code(args))
+
+
+def compile_step(
+    engine: Engine,
+    joined: JoinedGraph,
+    outputs: BackwardOutputs,
+    training: Training,
+    update: GuardedUpdate,
+    inputs: Mapping[int, int],
+    config: RewriteConfig,
+) -> CompiledStep:
+    """Compile a joined graph with what follows it in the call at hand.
+
+    ``outputs`` are its auxiliary outputs, ``inputs`` the positions of parameters among its inputs, by their positions in
+    the optimizer. StateMissing where the first update itself makes the optimizer's state.
+    """
+    has_verdict = not training.accumulates and update.has_verdict
+    parts = UpdateParts(inputs, training.parameters, tuple(training.sums), has_verdict, outputs)
+    builder = WholeGraphBuilder(joined, parts)
+    gradients = builder.gradients()
+    builder.judge_backward()
+    plan, numbers, tensor = StepPlan(), (), None
+    returned: list[int] = []
+    if training.accumulates:
+        returned = builder.accumulate(gradients)
+    else:
+        has_gradient = [n in gradients for n in range(len(training.parameters))]
+        if not prepare_state(training.optimizer, has_gradient):
+            raise StateMissing
+        plan = update.plan(training.optimizer, has_gradient)
+        numbers, tensor = _insert_update(builder, training, plan, gradients, _scaling(config, training))
+    graph = builder.finish(returned, gradients)
+    code = engine.compile_training_step(graph.gm, graph.num_outputs, graph.static)
+    return CompiledStep(graph, code, plan, engine.name != "inductor", numbers, tensor)
+
+
+def _insert_update(
+    builder: WholeGraphBuilder,
+    training: Training,
+    plan: StepPlan,
+    gradients: dict[int, Any],
+    scaling: Scaling | None,
+) -> tuple[tuple[tuple[int, str], ...], Tensor | None]:
+    """Insert the actions at step sites and the update; return the numbers it reads, and a tensor for their values."""
+    optimizer, parameters = training.optimizer, training.parameters
+    if scaling is not None:
+        builder.unscale(gradients, scaling)
+    builder.run_step(plan, gradients)
+    forms = [value_of(gradients[n]) if n in gradients else None for n in range(len(parameters))]
+    update = trace_update(optimizer, forms)
+    count, device = len(update.numbers), parameters[0].device
+    tensor = torch.zeros(count, dtype=torch.float64, device=device) if count else None
+
+    def state(n: int, key: str) -> Tensor:
+        return cast(Tensor, optimizer.state[parameters[n]][key])
+
+    builder.update(update, gradients, tensor, state)
+    builder.scale_parameters(plan)
+    if plan.change is not None:
+        builder.change(plan.change, gradients, state)
+    builder.let_skip()
+    if plan.ratios:
+        builder.measure_ratios([n for n, _ in plan.ratios])
+    return update.numbers, tensor
+
+
+def _scaling(config: RewriteConfig, training: Training) -> Scaling | None:
+    scale = config.loss_scale
+    if scale is None:
+        return None
+    device, scaler = training.parameters[0].device, scale.scaler
+    if scaler is None:
+        return Scaling(scale.on(device))
+    return Scaling(*optimizers.scaling_of(scaler, device), *optimizers.settings_of(scaler))

@@ -1,0 +1,58 @@
+"""The optimizer of a training step, and the call at hand."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradrewrite.optimizer.guard import Guard
+
+
+class StateMissing(BaseException):  # not an Exception: torch wraps those
+    """Ends a compilation: the first update itself makes the state of the optimizer."""
+
+
+@dataclass(eq=False)
+class Training:
+    """The optimizer of a training step, and the call at hand."""
+
+    optimizer: torch.optim.Optimizer
+    guard: Guard
+    accumulates: bool = False  # whether the call at hand is a micro-batch
+    sums: dict[int, Tensor] = field(default_factory=dict)  # accumulated gradients, by position of the parameter
+    num_backwards: int = 0
+
+    @functools.cached_property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of the optimizer."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def next_backward(self) -> int:
+        """Return a number for a backward, unlike those of autograd."""
+        self.num_backwards += 1
+        return -1 - self.num_backwards
+
+    def follow(self) -> bool:
+        """Return whether the optimizer has other parameters now (``add_param_group``)."""
+        has_changed = len(self.parameters) != sum([len(group["params"]) for group in self.optimizer.param_groups])
+        if has_changed:
+            del self.parameters
+        return has_changed
+
+    def take_gradients(self) -> None:
+        """Add gradients that are there to the sums, as ``backward`` does; none is left."""
+        found = [n for n, p in enumerate(self.parameters) if p.grad is not None]
+        for n in found:
+            own = self.parameters[n].grad
+            assert own is not None
+            self.sums[n] = own if n not in self.sums else self.sums[n] + own
+            self.parameters[n].grad = None
+
+    def give_gradients(self) -> None:
+        """Put the sums where two phases accumulate them."""
+        for n, total in self.sums.items():
+            self.parameters[n].grad = total
+        self.sums.clear()
