@@ -22,7 +22,7 @@ from gradrewrite.optimizer.guard import Guard, guard
 from gradrewrite.optimizer.step_sites import GUARD
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.training.joined_graph import join_graphs
-from gradrewrite.training.losses import loss_of, losses_among
+from gradrewrite.training.losses import loss_of
 from gradrewrite.training.refusals import check_graph, check_inputs, check_model, nothing_to_train
 from gradrewrite.training.training import StateMissing, Training
 from gradrewrite.training.update_trace import check_traceable, prepare_state
@@ -78,8 +78,7 @@ class _TrainingEngine:
         model = next(iter(hooks.session.names.roots))
         check_graph(hooks, model)
         check_inputs(hooks, inputs)
-        losses = losses_among(gm, hooks)
-        joined = join_graphs(self.engine, gm, inputs, hooks, losses)
+        joined = join_graphs(self.engine, gm, inputs, hooks)
         return WholeStep(self.training, self.engine, hooks, joined)
 
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
