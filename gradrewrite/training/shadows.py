@@ -1,0 +1,248 @@
+"""Shadows of optimizers: the same class and options over other tensors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradrewrite._compat import optimizers, traced_numbers
+
+_PLAIN = (bool, int, float, str, type(None))
+# Attributes of an optimizer that its own code does not compute with.
+_OF_TORCH = frozenset(
+    (
+        "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+        "defaults",
+        "param_groups",
+        "state",
+        "step",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter of a shadow.
+
+    Attributes:
+        position: Of the parameter among all of the optimizer.
+        group: Of its param group.
+        parameter: The tensor in its place.
+        gradient: That of its gradient.
+        state: Those of its state, by key, and plain values.
+    """
+
+    position: int
+    group: int
+    parameter: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Ways through the code of an optimizer.
+
+    Attributes:
+        capturable: Whether step counts stay tensors.
+        foreach: Whether few kernels work on lists.
+    """
+
+    capturable: bool = False
+    foreach: bool = False
+
+    def of(self, group: Mapping[str, Any]) -> dict[str, bool]:
+        """Return those that a param group has."""
+        wanted = {
+            "capturable": self.capturable, "foreach": self.foreach, "fused": False, "differentiable": False
+        }  # fmt: skip
+        return {name: value for name, value in wanted.items() if name in group}
+
+
+def numbered(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield the position, the param group and the tensor of each parameter."""
+    position = 0
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            yield position, number, parameter
+            position += 1
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the class is one of ``torch.optim``, with its own ``step``."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and inspect.unwrap(kind.step).__module__ == kind.__module__
+
+
+def own_step(optimizer: Optimizer, *args: Any) -> Any:
+    """Run the ``step`` of the class, without the wrappers of torch and of schedulers."""
+    return inspect.unwrap(type(optimizer).step)(optimizer, *args)
+
+
+def shadow_of(
+    optimizer: Optimizer,
+    members: Sequence[Member],
+    options: Options | None,
+    numbers: Mapping[tuple[int, str], Any],
+    *,
+    all_groups: bool,
+) -> Optimizer:
+    """Return the optimizer over other parameters, with other values of some numbers.
+
+    Args:
+        optimizer: It stays as it is.
+        members: The parameters.
+        options: None for those of the optimizer.
+        numbers: By param group and name.
+        all_groups: Whether groups without members stay.
+    """
+    given = {id(p): m.parameter for m in members for n, _, p in numbered(optimizer) if n == m.position}
+    shadow = object.__new__(type(optimizer))
+    vars(shadow).update(
+        {key: _rebuilt(value, given) for key, value in vars(optimizer).items() if key not in ("step", "param_groups")}
+    )
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        own = [m for m in members if m.group == number]
+        if own or all_groups:
+            changed = _rebuilt({key: value for key, value in group.items() if key != "params"}, {})
+            changed |= options.of(group) if options is not None else {}
+            _set(changed, {name: value for (of, name), value in numbers.items() if of == number})
+            shadow.param_groups.append({**changed, "params": [m.parameter for m in own]})
+    for member in members:
+        member.parameter.grad = member.gradient
+        if member.state:
+            shadow.state[member.parameter] = dict(member.state)
+    return shadow
+
+
+def _rebuilt(value: Any, given: Mapping[int, Tensor]) -> Any:
+    """Copy containers, with other tensors in the place of some."""
+    if isinstance(value, Tensor):
+        return given.get(id(value), value)
+    if type(value) in (list, tuple, set, deque):
+        return type(value)(_rebuilt(x, given) for x in value)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _rebuilt(x, given)) for key, x in value.items())
+    if isinstance(value, defaultdict):
+        return copy.copy(value)
+    return value
+
+
+def _set(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+    for name, value in numbers.items():
+        key, _, item = name.partition(".")
+        if item:
+            values = list(group[key])
+            values[int(item)] = value
+            group[key] = type(group[key])(values)
+        else:
+            group[key] = value
+
+
+def value_of(group: Mapping[str, Any], name: str) -> Any:
+    """Return a number of a param group by its name: ``"lr"``, ``"betas.0"``."""
+    key, _, item = name.partition(".")
+    return group[key][int(item)] if item else group[key]
+
+
+def names_of(group: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the numbers of a param group."""
+    for key, value in group.items():
+        if not isinstance(key, str) or key == "params" or "." in key:
+            continue
+        if _is_number(value):
+            yield key
+        elif type(value) in (list, tuple):
+            yield from (f"{key}.{n}" for n, x in enumerate(value) if _is_number(x))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype.is_floating_point
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def counters_of(member: Member) -> list[Tensor]:
+    """Return the numbers among the tensors of a state, such as step counts."""
+    return [
+        t
+        for key, t in member.state.items()
+        if isinstance(t, Tensor) and t.dim() == 0 and t.dtype != torch.bool and optimizers.is_number(key)
+    ]
+
+
+def frozen(value: Any, of_tensor: Callable[[Tensor], Hashable] | None = None) -> Hashable:
+    """Return a value of an optimizer as one that compares equal until the value changes.
+
+    Tensors of one element are read; ``of_tensor`` answers in their place.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return (of_tensor or _read)(value)
+    if isinstance(value, list | tuple | deque):
+        return tuple(frozen(x, of_tensor) for x in value)
+    if isinstance(value, dict):
+        return tuple((str(key), frozen(x, of_tensor)) for key, x in value.items())
+    return id(value)
+
+
+def _read(tensor: Tensor) -> Hashable:
+    return (str(tensor.dtype), *tensor.flatten().tolist()) if tensor.numel() == 1 else id(tensor)
+
+
+def attributes_of(
+    optimizer: Optimizer, of_tensor: Callable[[Tensor], Hashable] | None = None
+) -> tuple[tuple[str, Hashable], ...]:
+    """Return the plain attributes of an optimizer; its class may compute with them."""
+    return tuple(
+        (key, frozen(value, of_tensor))
+        for key, value in vars(optimizer).items()
+        if key not in _OF_TORCH and type(value) in (*_PLAIN, list, tuple, dict, deque)
+    )
+
+
+def run_step(
+    shadow: Optimizer, members: Sequence[Member], numbers: Mapping[tuple[int, str], tuple[Tensor, float]]
+) -> set[tuple[int, str]]:
+    """Run the step of a shadow with numbers as tensors; return those that it compared with 0."""
+    mode = traced_numbers.Numbers(numbers, [t for m in members for t in counters_of(m)])
+    with torch.no_grad(), traced_numbers.as_compiled(), mode:
+        own_step(shadow)
+    return mode.compared
+
+
+def changed_part(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> str:
+    """Return the name of the first value that a step has changed; ``""`` without one."""
+    return next((name for name in {**before, **after} if before.get(name) != after.get(name)), "")
+
+
+def plain_parts_of(shadow: Optimizer) -> dict[str, Hashable]:
+    """Return the values outside of the tensors of state that a step could change, by name."""
+
+    def same(tensor: Tensor) -> Hashable:
+        return id(tensor), tensor._version
+
+    found: dict[str, Hashable] = {
+        f"param_groups[{number}][{key!r}]": frozen(value, same)
+        for number, group in enumerate(shadow.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }
+    for state in shadow.state.values():
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                found[f"state[parameter][{key!r}]"] = frozen(value, same)
+    return found | {f".{key}": value for key, value in attributes_of(shadow, same)}
