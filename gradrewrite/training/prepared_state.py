@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from gradrewrite._compat import optimizers
 from gradrewrite._utils.tensors import kept_random_state
-from gradrewrite.training.shadows import Member, is_of_torch, numbered, shadow_of
+from gradrewrite.training.hyperparameters import is_of_torch
+from gradrewrite.training.shadows import Member, numbered, shadow_of
 from gradrewrite.training.trials import state_keys
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradrewrite._compat import optimizers, traced_numbers
-
-_PLAIN = (bool, int, float, str, type(None))
-# Attributes of an optimizer that its own code does not compute with.
-_OF_TORCH = frozenset(
-    (
-        "_opt_called",
-        "_warned_capturable_if_run_uncaptured",
-        "_zero_grad_profile_name",
-        "defaults",
-        "param_groups",
-        "state",
-        "step",
-    )
-)
+from gradrewrite.training.hyperparameters import attributes_of, frozen, set_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +65,6 @@ def numbered(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
             position += 1
 
 
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether the class is one of ``torch.optim``, with its own ``step``."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and inspect.unwrap(kind.step).__module__ == kind.__module__
-
-
 def own_step(optimizer: Optimizer, *args: Any) -> Any:
     """Run the ``step`` of the class, without the wrappers of torch and of schedulers."""
     return inspect.unwrap(type(optimizer).step)(optimizer, *args)
@@ -118,7 +99,7 @@ def shadow_of(
         if own or all_groups:
             changed = _rebuilt({key: value for key, value in group.items() if key != "params"}, {})
             changed |= options.of(group) if options is not None else {}
-            _set(changed, {name: value for (of, name), value in numbers.items() if of == number})
+            set_numbers(changed, {name: value for (of, name), value in numbers.items() if of == number})
             shadow.param_groups.append({**changed, "params": [m.parameter for m in own]})
     for member in members:
         member.parameter.grad = member.gradient
@@ -140,40 +121,6 @@ def _rebuilt(value: Any, given: Mapping[int, Tensor]) -> Any:
     return value
 
 
-def _set(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
-    for name, value in numbers.items():
-        key, _, item = name.partition(".")
-        if item:
-            values = list(group[key])
-            values[int(item)] = value
-            group[key] = type(group[key])(values)
-        else:
-            group[key] = value
-
-
-def value_of(group: Mapping[str, Any], name: str) -> Any:
-    """Return a number of a param group by its name: ``"lr"``, ``"betas.0"``."""
-    key, _, item = name.partition(".")
-    return group[key][int(item)] if item else group[key]
-
-
-def names_of(group: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the numbers of a param group."""
-    for key, value in group.items():
-        if not isinstance(key, str) or key == "params" or "." in key:
-            continue
-        if _is_number(value):
-            yield key
-        elif type(value) in (list, tuple):
-            yield from (f"{key}.{n}" for n, x in enumerate(value) if _is_number(x))
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.dtype.is_floating_point
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def counters_of(member: Member) -> list[Tensor]:
     """Return the numbers among the tensors of a state, such as step counts."""
     return [
@@ -181,37 +128,6 @@ def counters_of(member: Member) -> list[Tensor]:
         for key, t in member.state.items()
         if isinstance(t, Tensor) and t.dim() == 0 and t.dtype != torch.bool and optimizers.is_number(key)
     ]
-
-
-def frozen(value: Any, of_tensor: Callable[[Tensor], Hashable] | None = None) -> Hashable:
-    """Return a value of an optimizer as one that compares equal until the value changes.
-
-    Tensors of one element are read; ``of_tensor`` answers in their place.
-    """
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        return (of_tensor or _read)(value)
-    if isinstance(value, list | tuple | deque):
-        return tuple(frozen(x, of_tensor) for x in value)
-    if isinstance(value, dict):
-        return tuple((str(key), frozen(x, of_tensor)) for key, x in value.items())
-    return id(value)
-
-
-def _read(tensor: Tensor) -> Hashable:
-    return (str(tensor.dtype), *tensor.flatten().tolist()) if tensor.numel() == 1 else id(tensor)
-
-
-def attributes_of(
-    optimizer: Optimizer, of_tensor: Callable[[Tensor], Hashable] | None = None
-) -> tuple[tuple[str, Hashable], ...]:
-    """Return the plain attributes of an optimizer; its class may compute with them."""
-    return tuple(
-        (key, frozen(value, of_tensor))
-        for key, value in vars(optimizer).items()
-        if key not in _OF_TORCH and type(value) in (*_PLAIN, list, tuple, dict, deque)
-    )
 
 
 def run_step(

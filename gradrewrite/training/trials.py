@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 
 from gradrewrite._compat import traced_numbers
 from gradrewrite._compat.traced_numbers import Name
+from gradrewrite.training.hyperparameters import names_of, value_of
 from gradrewrite.training.refusals import refusal, refusal_of
 from gradrewrite.training.shadows import (
     Member,
     Options,
     changed_part,
-    names_of,
     own_step,
     plain_parts_of,
     run_step,
     shadow_of,
-    value_of,
 )
 
 _TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5}
+CHANGES = "its step changes %s, a Python value, which would stay as it is in a graph"
 _COARSE = 2.0**-6  # a few roundings of half precision
 
 

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from gradrewrite._compat import fake_tensors, make_fx, operators
+from gradrewrite._compat import fake_tensors
 from gradrewrite._compat.traced_numbers import Name
 from gradrewrite._utils.tensors import kept_random_state
-from gradrewrite.errors import TraceError
 from gradrewrite.ir import editing
-from gradrewrite.training.refusals import check_by_name, check_gradients, refusal, refusal_of
-from gradrewrite.training.shadows import (
-    Member,
-    attributes_of,
-    changed_part,
-    counters_of,
-    frozen,
-    is_of_torch,
-    names_of,
-    numbered,
-    plain_parts_of,
-    run_step,
-    shadow_of,
-    value_of,
-)
+from gradrewrite.training.hyperparameters import frozen, is_of_torch, key_of, key_of_group, names_of
+from gradrewrite.training.refusals import check_by_name, check_gradients, refusal
+from gradrewrite.training.shadows import Member, numbered
+from gradrewrite.training.traced_parts import Part, Piece, device_of, family_of, form, trace_parts
 from gradrewrite.training.trials import Trial, try_out
 
 # Classes of torch.optim that update each parameter by itself.
@@ -68,24 +55,6 @@ class UpdateGraph:
         return self.key == key_of(optimizer, self.numbers, self.compared)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A traced step of some parameters; its inputs are theirs, and a 0-d tensor for each number."""
-
-    graph_module: fx.GraphModule
-    states: tuple[tuple[int, str], ...]  # by position among the members
-    compared: frozenset[Name]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Members that are traced together."""
-
-    members: tuple[Member, ...]
-    trial: Trial
-    form: Hashable  # equal for those with equal graphs
-
-
 def trace_update(optimizer: Optimizer, gradients: Sequence[Tensor | None], *, foreach: bool = False) -> UpdateGraph:
     """Trace the ``step`` of an optimizer's class, whose state is there; the optimizer stays as it is.
 
@@ -105,11 +74,8 @@ def trace_update(optimizer: Optimizer, gradients: Sequence[Tensor | None], *, fo
     with kept_random_state():
         pieces = _separate_pieces(optimizer, members) if _is_separate(optimizer, foreach) else None
         pieces = pieces or [_whole_piece(optimizer, members, foreach)]
-        parts: dict[Hashable, _Part] = {}
-        for piece in pieces:
-            if piece.form not in parts:
-                parts[piece.form] = _trace_part(optimizer, piece)
-    return _assembled(optimizer, members, [(piece, parts[piece.form]) for piece in pieces])
+        parts = trace_parts(optimizer, pieces)
+    return _assembled(optimizer, members, list(zip(pieces, parts, strict=True)))
 
 
 def check_traceable(optimizer: Optimizer) -> None:
@@ -118,42 +84,6 @@ def check_traceable(optimizer: Optimizer) -> None:
     members = _fake_members(optimizer, [p.detach() for _, _, p in numbered(optimizer)])
     with kept_random_state():
         _trials(optimizer, members) if _is_separate(optimizer, False) else _whole_piece(optimizer, members, False)
-
-
-def key_of(optimizer: Optimizer, numbers: Sequence[Name] = (), compared: Sequence[Name] = ()) -> Hashable:
-    """Return all that a graph bakes in beside these numbers, and the signs of those that its code compares with 0."""
-    read, signed = frozenset(numbers), frozenset(compared)
-    groups = tuple(_key_of_group(group, n, read, signed) for n, group in enumerate(optimizer.param_groups))
-    own = () if is_of_torch(optimizer) else attributes_of(optimizer)
-    return type(optimizer), own, groups
-
-
-def _key_of_group(
-    group: Mapping[str, Any], number: int, read: frozenset[Name], signed: frozenset[Name]
-) -> tuple[Hashable, ...]:
-    found: list[Hashable] = [len(group["params"])]
-    for name, value in group.items():
-        if name == "params":
-            continue
-        if type(value) in (tuple, list):
-            found.append(
-                (name, *(_key_of_value(x, (number, f"{name}.{n}"), read, signed) for n, x in enumerate(value)))
-            )
-        else:
-            found.append((name, _key_of_value(value, (number, name), read, signed)))
-    return tuple(found)
-
-
-def _key_of_value(value: Any, name: Name, read: frozenset[Name], signed: frozenset[Name]) -> Hashable:
-    if name in signed:
-        return "sign", bool(value > 0), bool(value < 0)
-    return "read" if name in read else frozen(value)
-
-
-def numbers_of(optimizer: Optimizer, numbers: Sequence[Name]) -> list[Any]:
-    """Return present hyperparameters: numbers, or tensors where the user gave tensors."""
-    groups = optimizer.param_groups
-    return [value_of(groups[number], name) for number, name in numbers]
 
 
 def _fake_members(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[Member]:
@@ -184,9 +114,9 @@ def _is_separate(optimizer: Optimizer, foreach: bool) -> bool:
     return not foreach and is_of_torch(optimizer) and type(optimizer).__name__ in _SEPARATE
 
 
-def _whole_piece(optimizer: Optimizer, members: Sequence[Member], foreach: bool) -> _Piece:
+def _whole_piece(optimizer: Optimizer, members: Sequence[Member], foreach: bool) -> Piece:
     trial = try_out(optimizer, members, foreach=foreach, all_groups=True)
-    return _Piece(tuple(members), trial, "whole")
+    return Piece(tuple(members), trial, "whole", None)
 
 
 def _trials(optimizer: Optimizer, members: Sequence[Member]) -> dict[int, Trial]:
@@ -197,7 +127,7 @@ def _trials(optimizer: Optimizer, members: Sequence[Member]) -> dict[int, Trial]
         own = [m for m in members if m.group == number]
         if own:
             signs = frozenset((0, name) for name in names_of(group))
-            key = _key_of_group(group, 0, signs, signs)[1:], frozenset(_kind_of(m) for m in own)
+            key = key_of_group(group, 0, signs, signs)[1:], frozenset(_kind_of(m) for m in own)
             if key not in known:
                 known[key] = try_out(optimizer, own, foreach=False, all_groups=False)
             found[number] = _renumbered(known[key], number)
@@ -212,124 +142,26 @@ def _kind_of(m: Member) -> Hashable:
     return m.parameter.dim(), 0 in m.parameter.shape, m.parameter.dtype, m.parameter.device
 
 
-def _separate_pieces(optimizer: Optimizer, members: Sequence[Member]) -> list[_Piece]:
+def _separate_pieces(optimizer: Optimizer, members: Sequence[Member]) -> list[Piece]:
     trials = _trials(optimizer, members)
     pieces = []
     for m in members:
         trial, group = trials[m.group], optimizer.param_groups[m.group]
         read = frozenset((0, name) for _, name in trial.numbers)
-        options = _key_of_group(group, 0, read, read)[1:]
-        state = tuple((key, _form(value)) for key, value in m.state.items())
-        pieces.append(_Piece((m,), trial, (options, trial.options, _form(m.parameter), _form(m.gradient), state)))
+        code = key_of_group(group, 0, read, read)[1:], trial.options
+        state = tuple((k, form(v) if isinstance(v, Tensor) else frozen(v)) for k, v in m.state.items())
+        family = family_of(m)
+        exact = (code, form(m.parameter), form(m.gradient), state)
+        pieces.append(Piece((m,), trial, exact, None if family is None else (code, family)))
     return pieces
 
 
-def _form(value: Any) -> Hashable:
-    if not isinstance(value, Tensor):
-        return frozen(value)
-    return value.shape, value.stride(), value.dtype, value.device
-
-
-def _device_of(members: Sequence[Member]) -> torch.device:
-    """Return the device of step counts, as other numbers are computed with them; else that of the parameter."""
-    counters = [t for m in members for t in counters_of(m)]
-    return (counters or [members[0].parameter])[0].device
-
-
-def _trace_part(optimizer: Optimizer, piece: _Piece) -> _Part:
-    members, names = piece.members, piece.trial.numbers
-    mode = fake_tensors.fake_mode_of([m.parameter for m in members])
-    with torch.no_grad(), mode:
-        numbers = [torch.empty((), dtype=torch.float64, device=_device_of(members)) for _ in names]
-    tensors = [*(m.parameter for m in members), *(m.gradient for m in members)]
-    states = [(n, key) for n, m in enumerate(members) for key, value in m.state.items() if isinstance(value, Tensor)]
-    inputs = [*tensors, *(members[n].state[key] for n, key in states), *numbers]
-    values = {name: float(value_of(optimizer.param_groups[name[0]], name[1])) for name in names}
-    compared: set[Name] = set()
-
-    def step(*given: Tensor) -> list[Tensor]:
-        copies = [x.clone() for x in given[: len(given) - len(names)]]
-        own = _with_tensors(members, copies, states)
-        given_numbers = dict(zip(names, given[len(copies) :], strict=True))
-        compared.update(_run(optimizer, piece, own, {name: (t, values[name]) for name, t in given_numbers.items()}))
-        return [*copies[: len(members)], *(own[n].state[key] for n, key in states)]
-
-    try:
-        traced = make_fx.trace(step, inputs)
-    except TraceError:
-        raise
-    except Exception as err:
-        raise refusal_of(optimizer, err) from err
-    graph = traced.graph
-    editing.erase_copies(graph)
-    graph.eliminate_dead_code()
-    _check_graph(optimizer, graph)
-    used = _used_states(graph, len(members), len(states))
-    results = editing.outputs_of(graph.output_node())
-    kept = [*results[: len(members)], *(results[len(members) + n] for n in used)]
-    graph.output_node().args = (tuple(kept),)
-    return _Part(traced, tuple(states[n] for n in used), frozenset(compared))
-
-
-def _run(
-    optimizer: Optimizer, piece: _Piece, members: Sequence[Member], numbers: Mapping[Name, tuple[Tensor, float]]
-) -> set[Name]:
-    """Run the step of a shadow; TraceError where it changes more than tensors."""
-    given = {name: tensor for name, (tensor, _) in numbers.items()}
-    shadow = shadow_of(optimizer, members, piece.trial.options, given, all_groups=piece.form == "whole")
-    before, keys = plain_parts_of(shadow), [_tensor_keys(shadow, m) for m in members]
-    compared = run_step(shadow, members, numbers)
-    for m, known in zip(members, keys, strict=True):
-        made = sorted(_tensor_keys(shadow, m) ^ known)
-        if made:
-            raise refusal(optimizer, f"its step makes or drops the state {made[0]!r}: run its first step in two phases")
-        m.state.update(shadow.state.get(m.parameter, {}))
-    after = plain_parts_of(shadow)
-    changed = changed_part(before, after)
-    if changed:
-        raise refusal(optimizer, f"its step changes {changed}, a Python value, which would stay as it is in a graph")
-    return compared
-
-
-def _tensor_keys(shadow: Optimizer, member: Member) -> set[str]:
-    return {key for key, value in shadow.state.get(member.parameter, {}).items() if isinstance(value, Tensor)}
-
-
-def _with_tensors(
-    members: Sequence[Member], tensors: Sequence[Tensor], states: Sequence[tuple[int, str]]
-) -> list[Member]:
-    """Return the members with these parameters, gradients and tensors of state."""
-    count = len(members)
-    own = [Member(m.position, m.group, tensors[n], tensors[count + n], dict(m.state)) for n, m in enumerate(members)]
-    for (n, key), tensor in zip(states, tensors[2 * count :], strict=True):
-        own[n].state[key] = tensor
-    return own
-
-
-def _check_graph(optimizer: Optimizer, graph: fx.Graph) -> None:
-    for node in [node for node in graph.nodes if node.op == "call_function"]:
-        if node.target is torch.ops.aten._local_scalar_dense.default:
-            raise refusal(optimizer, "its step reads a value of a tensor on the host")
-        if operators.written_by(node):
-            raise refusal(optimizer, f"its step writes to a tensor that is no parameter and no state, by {node.target}")
-        if operators.draws_numbers(node):
-            raise refusal(optimizer, f"its step draws random numbers, by {node.target}")
-
-
-def _used_states(graph: fx.Graph, members: int, states: int) -> list[int]:
-    """Return the positions of the states that are read or written."""
-    placeholders = graph.find_nodes(op="placeholder")[2 * members :]
-    results = editing.outputs_of(graph.output_node())[members:]
-    output = graph.output_node()
-    return [n for n in range(states) if results[n] is not placeholders[n] or set(placeholders[n].users) != {output}]
-
-
-def _assembled(optimizer: Optimizer, members: Sequence[Member], parts: Sequence[tuple[_Piece, _Part]]) -> UpdateGraph:
+def _assembled(optimizer: Optimizer, members: Sequence[Member], parts: Sequence[tuple[Piece, Part]]) -> UpdateGraph:
     """Put the parts into one graph."""
     numbers = tuple(dict.fromkeys(name for piece, _ in parts for name in piece.trial.numbers))
     compared = tuple(dict.fromkeys(name for piece, part in parts for name in _compared_by(piece, part)))
     owners = [(piece.members[n], key) for piece, part in parts for n, key in part.states]
-    device = _device_of(members)
+    device = device_of(members)
     mode = fake_tensors.fake_mode_of([m.parameter for m in members])
     inputs = [(f"parameter_{m.position}", m.parameter) for m in members]
     inputs += [(f"gradient_{m.position}", m.gradient) for m in members]
@@ -352,7 +184,7 @@ def _assembled(optimizer: Optimizer, members: Sequence[Member], parts: Sequence[
     return UpdateGraph(owner, positions, states, numbers, compared, key_of(optimizer, numbers, compared), device)
 
 
-def _compared_by(piece: _Piece, part: _Part) -> list[Name]:
+def _compared_by(piece: Piece, part: Part) -> list[Name]:
     """Return compared numbers, of the param group of a piece where each has one."""
     names = [name for _, name in part.compared] if piece.form != "whole" else []
     return [(piece.members[0].group, name) for name in sorted(names)] if names else sorted(part.compared)
@@ -365,7 +197,7 @@ def _elements(graph: fx.Graph, numbers: fx.Node, count: int) -> list[fx.Node]:
 
 def _spliced(
     graph: fx.Graph,
-    parts: Sequence[tuple[_Piece, _Part]],
+    parts: Sequence[tuple[Piece, Part]],
     at: Mapping[tuple[str, int], fx.Node],
     numbers: Mapping[Name, fx.Node],
 ) -> dict[tuple[str, int], fx.Node]:

@@ -1,0 +1,136 @@
+"""Hyperparameters of an optimizer: the numbers of its param groups, by name, and what else its code reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradrewrite._compat.traced_numbers import Name
+
+_PLAIN = (bool, int, float, str, type(None))
+# Attributes of an optimizer that its own code does not compute with.
+_OF_TORCH = frozenset(
+    (
+        "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+        "defaults",
+        "param_groups",
+        "state",
+        "step",
+    )
+)
+
+
+def names_of(group: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the numbers of a param group."""
+    for key, value in group.items():
+        if not isinstance(key, str) or key == "params" or "." in key:
+            continue
+        if _is_number(value):
+            yield key
+        elif type(value) in (list, tuple):
+            yield from (f"{key}.{n}" for n, x in enumerate(value) if _is_number(x))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype.is_floating_point
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def value_of(group: Mapping[str, Any], name: str) -> Any:
+    """Return a number of a param group by its name: ``"lr"``, ``"betas.0"``."""
+    key, _, item = name.partition(".")
+    return group[key][int(item)] if item else group[key]
+
+
+def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+    """Give numbers of a param group other values, by their names."""
+    for name, value in numbers.items():
+        key, _, item = name.partition(".")
+        if item:
+            values = list(group[key])
+            values[int(item)] = value
+            group[key] = type(group[key])(values)
+        else:
+            group[key] = value
+
+
+def numbers_of(optimizer: Optimizer, numbers: Sequence[Name]) -> list[Any]:
+    """Return present hyperparameters: numbers, or tensors where the user gave tensors."""
+    groups = optimizer.param_groups
+    return [value_of(groups[number], name) for number, name in numbers]
+
+
+def key_of(optimizer: Optimizer, numbers: Sequence[Name] = (), compared: Sequence[Name] = ()) -> Hashable:
+    """Return all that a graph bakes in beside these numbers, and the signs of those that its code compares with 0."""
+    read, signed = frozenset(numbers), frozenset(compared)
+    groups = tuple(key_of_group(group, n, read, signed) for n, group in enumerate(optimizer.param_groups))
+    own = () if is_of_torch(optimizer) else attributes_of(optimizer)
+    return type(optimizer), own, groups
+
+
+def key_of_group(
+    group: Mapping[str, Any], number: int, read: frozenset[Name], signed: frozenset[Name]
+) -> tuple[Hashable, ...]:
+    """Return the number of parameters of a param group, and each option."""
+    found: list[Hashable] = [len(group["params"])]
+    for name, value in group.items():
+        if name == "params":
+            continue
+        if type(value) in (tuple, list):
+            found.append(
+                (name, *(_key_of_value(x, (number, f"{name}.{n}"), read, signed) for n, x in enumerate(value)))
+            )
+        else:
+            found.append((name, _key_of_value(value, (number, name), read, signed)))
+    return tuple(found)
+
+
+def _key_of_value(value: Any, name: Name, read: frozenset[Name], signed: frozenset[Name]) -> Hashable:
+    if name in signed:
+        return "sign", bool(value > 0), bool(value < 0)
+    return "read" if name in read else frozen(value)
+
+
+def attributes_of(
+    optimizer: Optimizer, of_tensor: Callable[[Tensor], Hashable] | None = None
+) -> tuple[tuple[str, Hashable], ...]:
+    """Return the plain attributes of an optimizer; its class may compute with them."""
+    return tuple(
+        (key, frozen(value, of_tensor))
+        for key, value in vars(optimizer).items()
+        if key not in _OF_TORCH and type(value) in (*_PLAIN, list, tuple, dict, deque)
+    )
+
+
+def frozen(value: Any, of_tensor: Callable[[Tensor], Hashable] | None = None) -> Hashable:
+    """Return a value of an optimizer as one that compares equal until the value changes.
+
+    Tensors of one element are read; ``of_tensor`` answers in their place.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return (of_tensor or _read)(value)
+    if isinstance(value, list | tuple | deque):
+        return tuple(frozen(x, of_tensor) for x in value)
+    if isinstance(value, dict):
+        return tuple((str(key), frozen(x, of_tensor)) for key, x in value.items())
+    return id(value)
+
+
+def _read(tensor: Tensor) -> Hashable:
+    return (str(tensor.dtype), *tensor.flatten().tolist()) if tensor.numel() == 1 else id(tensor)
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the class is one of ``torch.optim``, with its own ``step``."""
+    kind = type(optimizer)
+    return all(of.__module__.startswith("torch.optim.") for of in (kind, inspect.unwrap(kind.step)))
