@@ -54,6 +54,7 @@ class Numbers(TorchFunctionMode):
         self._fixed = {id(tensor): tensor for tensor, _ in given.values()}  # as floats, not changed in place
         self._numbers = dict(self._fixed)
         self._counters = {id(tensor): tensor for tensor in counters}
+        self._casts: dict[tuple[Any, ...], Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -114,6 +115,8 @@ class Numbers(TorchFunctionMode):
         args, kwargs, narrow = self._promoted(args, kwargs, written)
         with contextlib.suppress(KeyError):
             return _written_out(name, args, kwargs)
+        if written is not None:
+            self._casts = {key: cast for key, cast in self._casts.items() if key[0] != id(written)}
         result = func(*args, **kwargs)
         if narrow is not None and written is None and isinstance(result, Tensor) and result.is_floating_point():
             return result.to(narrow)
@@ -143,22 +146,39 @@ class Numbers(TorchFunctionMode):
     def _promoted(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype | None]:
-        """Beside 0-d tensors alone, give numbers the dtype in which torch computes with floats.
+        """Give numbers the dtype in which torch computes with floats and these other tensors.
 
-        The third result is the dtype of the result, where that is half precision.
+        The third result is the dtype of the result, where that is half precision of 0-d tensors.
         """
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        others = [t for t in tensors if id(t) not in self._numbers]
-        if not others or any(t.dim() or not (t.is_floating_point() or t.is_complex()) for t in others):
+        others = [t for t in tensors if id(t) not in self._numbers and (t.is_floating_point() or t.is_complex())]
+        if not others:
             return args, kwargs, None
         wide, dtype = factors.dtypes_of(*others)
-        device = None if written is None else written.device
+        is_small = not any(t.dim() for t in tensors)
+        device = written.device if is_small and written is not None else None
 
         def cast(x: Any) -> Any:
             is_number = isinstance(x, Tensor) and id(x) in self._numbers and x is not written
-            return x.to(device=device, dtype=wide.to_real()) if is_number else x
+            return self._cast(x, wide.to_real(), device, is_computed_once=not is_small) if is_number else x
 
-        return tuple(map(cast, args)), {key: cast(x) for key, x in kwargs.items()}, dtype if wide != dtype else None
+        narrow = dtype if is_small and wide != dtype else None
+        return tuple(map(cast, args)), {key: cast(x) for key, x in kwargs.items()}, narrow
+
+    def _cast(
+        self, number: Tensor, dtype: torch.dtype, device: torch.device | None, *, is_computed_once: bool
+    ) -> Tensor:
+        """Return a number in another dtype.
+
+        ``is_computed_once`` is for numbers that meet each element of a tensor: Inductor computes 0-d nodes anew for
+        each element on the CPU, several times as long as the update itself, unless a node asks for their memory.
+        """
+        key = id(number), dtype, device, is_computed_once
+        if key not in self._casts:
+            found = number.to(device=device, dtype=dtype)
+            is_held = is_computed_once and number.device.type == "cpu"
+            self._casts[key] = found.as_strided((), ()) if is_held else found
+        return self._casts[key]
 
 
 def _is_number(tensor: Tensor) -> bool:
@@ -168,19 +188,27 @@ def _is_number(tensor: Tensor) -> bool:
 def _written_out(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Write factors that are tensors out as products; KeyError where there are none."""
     if name in _SUMS and isinstance(kwargs["alpha"], Tensor):
-        sign = -1 if name.startswith("sub") else 1
-        result = factors.scaled_sum(args[0], 1, args[1], sign * kwargs["alpha"])
+        alpha = -kwargs["alpha"] if name.startswith("sub") else kwargs["alpha"]
+        result = factors.scaled_sum(args[0], 1, args[1], alpha)
     elif name in _PRODUCTS and isinstance(kwargs["value"], Tensor):
         run = factors.DECOMPOSITIONS[getattr(torch.ops.aten, name.rstrip("_")).default]
         result = run(*args, value=kwargs["value"])
     elif name in _LERPS and isinstance(weight := args[2] if len(args) > 2 else kwargs["weight"], Tensor):
-        wide, _ = factors.dtypes_of(args[0])
-        result = torch.lerp(args[0].to(wide), args[1].to(wide), weight.to(wide.to_real())).to(args[0].dtype)
+        result = _between(args[0], args[1], weight)
     elif name in _CLAMPS:
         result = _clamped(*args, **kwargs)
     else:
         raise KeyError(name)
     return args[0].copy_(result) if name.endswith("_") else result
+
+
+def _between(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+    """Interpolate as ``lerp`` does, from the nearer end."""
+    wide, dtype = factors.dtypes_of(start)
+    start, end, weight = start.to(wide), end.to(wide), weight.to(wide.to_real())
+    is_far = weight.abs() >= 0.5
+    base = torch.where(is_far, end, start)
+    return (base + (end - start) * torch.where(is_far, weight - 1, weight)).to(dtype)
 
 
 def _clamped(value: Tensor, min: Any = None, max: Any = None) -> Tensor:

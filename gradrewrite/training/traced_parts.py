@@ -63,10 +63,7 @@ def _has_no_sizes(graph: fx.Graph, member: Member) -> bool:
         value = node.meta.get("val")
         if node.op != "call_function" or (isinstance(value, Tensor) and value.dim() == 0):
             continue
-        is_alike = isinstance(value, Tensor) and (value.shape, value.stride()) == (
-            member.parameter.shape,
-            member.parameter.stride(),
-        )
+        is_alike = isinstance(value, Tensor) and form(value)[:2] == form(member.parameter)[:2]
         if not is_alike or not (operators.is_pointwise(node) or node.target in _WITHOUT_SIZES):
             return False
     return True
@@ -128,6 +125,7 @@ def trace_part(optimizer: Optimizer, piece: Piece) -> Part:
         raise refusal_of(optimizer, err) from err
     graph = traced.graph
     editing.erase_copies(graph)
+    _skip_copies(graph)
     graph.eliminate_dead_code()
     _check_graph(optimizer, graph)
     used = _used_states(graph, len(members), len(states))
@@ -170,6 +168,15 @@ def _with_tensors(
     for (n, key), tensor in zip(states, tensors[2 * count :], strict=True):
         own[n].state[key] = tensor
     return own
+
+
+def _skip_copies(graph: fx.Graph) -> None:
+    """Read computed values directly, not as copied into a tensor of their form."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        source = node.args[1]
+        if isinstance(source, fx.Node) and source.op == "call_function":
+            if form(source.meta["val"]) == form(node.meta["val"]):
+                editing.skip(node, source)
 
 
 def _check_graph(optimizer: Optimizer, graph: fx.Graph) -> None:

@@ -176,6 +176,8 @@ def _assembled(optimizer: Optimizer, members: Sequence[Member], parts: Sequence[
     at |= {(key, m.position): node for (m, key), node in zip(owners, nodes[2 * len(members) :], strict=False)}
     each = _elements(owner.graph, nodes[-1], len(numbers)) if numbers else []
     results = _spliced(owner.graph, parts, at, dict(zip(numbers, each, strict=True)))
+    if numbers:
+        _share_numbers(owner.graph, nodes[-1])
     order = [("parameter", m.position) for m in members] + [(key, m.position) for m, key in owners]
     editing.return_instead(owner.graph, [results[one] for one in order])
     owner.graph.lint()
@@ -188,6 +190,21 @@ def _compared_by(piece: Piece, part: Part) -> list[Name]:
     """Return compared numbers, of the param group of a piece where each has one."""
     names = [name for _, name in part.compared] if piece.form != "whole" else []
     return [(piece.members[0].group, name) for name in sorted(names)] if names else sorted(part.compared)
+
+
+def _share_numbers(graph: fx.Graph, numbers: fx.Node) -> None:
+    """Compute once what parts compute of numbers alone."""
+    known: dict[Hashable, fx.Node] = {}
+    shared = {numbers}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.all_input_nodes or not shared.issuperset(node.all_input_nodes):
+            continue
+        key = node.target, repr(node.args), repr(node.kwargs)
+        if key in known:
+            editing.skip(node, known[key])
+        else:
+            known[key] = node
+            shared.add(node)
 
 
 def _elements(graph: fx.Graph, numbers: fx.Node, count: int) -> list[fx.Node]:
