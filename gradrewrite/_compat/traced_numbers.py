@@ -28,6 +28,7 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "
 _IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "pow"))
 _SUMS = frozenset(("add", "add_", "sub", "sub_"))
 _PRODUCTS = frozenset(("addcmul", "addcmul_", "addcdiv", "addcdiv_"))
+_FOREACH_PRODUCTS = frozenset(("_foreach_addcmul_", "_foreach_addcdiv_"))
 _LERPS = frozenset(("lerp", "lerp_"))
 _CLAMPS = frozenset(("clamp", "clamp_", "clip", "clip_"))
 
@@ -100,6 +101,8 @@ class Numbers(TorchFunctionMode):
         raise HostReadError(f"it {meant} a value of a tensor on the host ({name})")
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in _FOREACH_PRODUCTS and isinstance(args[-1], Tensor):
+            return _each_product(name, *args)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not any(id(t) in self._numbers or id(t) in self._counters for t in tensors):
             return func(*args, **kwargs)
@@ -200,6 +203,13 @@ def _written_out(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     else:
         raise KeyError(name)
     return args[0].copy_(result) if name.endswith("_") else result
+
+
+def _each_product(name: str, targets: Any, a: Any, b: Any, values: Tensor) -> None:
+    """Write out the factors of an op on lists: one for each, in a tensor."""
+    run = factors.DECOMPOSITIONS[getattr(torch.ops.aten, name.removeprefix("_foreach_").rstrip("_")).default]
+    for target, x, y, value in zip(targets, a, b, values.unbind(), strict=True):
+        target.copy_(run(target, x, y, value=value))
 
 
 def _between(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:

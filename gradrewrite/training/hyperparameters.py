@@ -68,12 +68,28 @@ def numbers_of(optimizer: Optimizer, numbers: Sequence[Name]) -> list[Any]:
     return [value_of(groups[number], name) for number, name in numbers]
 
 
-def key_of(optimizer: Optimizer, numbers: Sequence[Name] = (), compared: Sequence[Name] = ()) -> Hashable:
-    """Return all that a graph bakes in beside these numbers, and the signs of those that its code compares with 0."""
+def key_of(
+    optimizer: Optimizer,
+    numbers: Sequence[Name] = (),
+    compared: Sequence[Name] = (),
+    groups: Sequence[int] | None = None,
+) -> Hashable:
+    """Return all that a graph bakes in.
+
+    Args:
+        optimizer: Its code reads options of param groups, and its own attributes where it is not torch's.
+        numbers: Those that are read at each call, and not baked in.
+        compared: Those of which the sign is baked in.
+        groups: The param groups that matter; None for all.
+    """
     read, signed = frozenset(numbers), frozenset(compared)
-    groups = tuple(key_of_group(group, n, read, signed) for n, group in enumerate(optimizer.param_groups))
+    found = tuple(
+        key_of_group(group, number, read, signed)
+        for number, group in enumerate(optimizer.param_groups)
+        if groups is None or number in groups
+    )
     own = () if is_of_torch(optimizer) else attributes_of(optimizer)
-    return type(optimizer), own, groups
+    return type(optimizer), own, len(optimizer.param_groups), found
 
 
 def key_of_group(

@@ -58,7 +58,7 @@ def check_by_name(optimizer: Optimizer) -> None:
     for key, state in optimizer.state.items():
         if id(key) not in keys:
             raise refusal(optimizer, f"its state has the entry {key!r}, which belongs to none of its parameters")
-        _check_state(optimizer, state)
+        check_state(optimizer, state)
 
 
 def _known_kind(optimizer: Optimizer) -> str:
@@ -81,7 +81,8 @@ def _known_part(optimizer: Optimizer) -> str:
     return f"it has another optimizer inside (.{inner[0]})" if inner else ""
 
 
-def _check_state(optimizer: Optimizer, state: object) -> None:
+def check_state(optimizer: Optimizer, state: object) -> None:
+    """Raise TraceError for a state of a parameter that has more than tensors, or packed ones."""
     if not isinstance(state, dict):
         raise refusal(optimizer, f"the state of a parameter is a {type(state).__name__} in the place of a dict")
     for key, value in state.items():

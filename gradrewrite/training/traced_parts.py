@@ -18,6 +18,7 @@ from gradrewrite.training.refusals import refusal, refusal_of
 from gradrewrite.training.shadows import Member, changed_part, counters_of, plain_parts_of, run_step, shadow_of
 from gradrewrite.training.trials import CHANGES, Trial
 
+WHOLE = "whole"  # the form of all parameters together
 _WITHOUT_SIZES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)  # beside pointwise ops
 
 
@@ -140,7 +141,7 @@ def _run(
 ) -> set[Name]:
     """Run the step of a shadow; TraceError where it changes more than tensors."""
     given = {name: tensor for name, (tensor, _) in numbers.items()}
-    shadow = shadow_of(optimizer, members, piece.trial.options, given, all_groups=piece.form == "whole")
+    shadow = shadow_of(optimizer, members, piece.trial.options, given, all_groups=piece.form == WHOLE)
     before, keys = plain_parts_of(shadow), [_tensor_keys(shadow, m) for m in members]
     compared = run_step(shadow, members, numbers)
     for m, known in zip(members, keys, strict=True):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gradrewrite._compat import traced_numbers
 from gradrewrite._compat.traced_numbers import Name
 from gradrewrite.training.hyperparameters import names_of, value_of
-from gradrewrite.training.refusals import refusal, refusal_of
+from gradrewrite.training.refusals import check_state, refusal, refusal_of
 from gradrewrite.training.shadows import (
     Member,
     Options,
@@ -50,18 +50,21 @@ def try_out(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool, a
     tiny = _Tiny(optimizer, _tiny_members(members), all_groups)
     wanted, changed = tiny.plain_step()
     failures: list[Exception] = []
+    found: list[Trial] = []
     for capturable in (foreach, not foreach):
         options = Options(capturable, foreach)
         failure = tiny.failure_with(options, (), wanted)
         if failure is not None:
             failures.append(failure)
         elif changed:
-            raise refusal(
-                optimizer, f"its step changes {changed}, a Python value, which would stay as it is in a graph"
-            )
+            raise refusal(optimizer, CHANGES % changed)
         else:
-            return Trial(options, tiny.accepted(options, wanted))
-    raise refusal_of(optimizer, failures[0]) from failures[0]
+            found.append(Trial(options, tiny.accepted(options, wanted)))
+            if len(found[-1].numbers) == len(tiny.given):
+                break
+    if not found:
+        raise refusal_of(optimizer, failures[0]) from failures[0]
+    return max(found, key=lambda trial: len(trial.numbers))
 
 
 def state_keys(optimizer: Optimizer, members: Sequence[Member], *, all_groups: bool) -> list[frozenset[str]]:
@@ -94,18 +97,23 @@ def _values(like: Tensor, shape: Sequence[int], number: int) -> Tensor:
 
 
 class _Tiny:
-    """Tiny parameters with the state that two plain steps leave, and what a third one computes."""
+    """Tiny parameters with the state that two plain steps leave, and results of a third one.
+
+    Attributes:
+        members: The parameters.
+        given: The numbers of their param groups.
+    """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], all_groups: bool) -> None:
         self._optimizer, self._all_groups = optimizer, all_groups
-        self._given = {
+        self.given = {
             (number, name): float(value_of(group, name))
             for number, group in enumerate(optimizer.param_groups)
             for name in names_of(group)
-            if any(m.group == number for m in members)
+            if all_groups or any(m.group == number for m in members)
         }
         self._tensors = {
-            name: value for name, value in self._given.items()
+            name: value for name, value in self.given.items()
             if isinstance(value_of(optimizer.param_groups[name[0]], name[1]), Tensor)
         }  # fmt: skip
         self.members = self._after_steps(members)
@@ -120,6 +128,8 @@ class _Tiny:
                     own_step(shadow)
         except Exception as err:
             raise refusal_of(self._optimizer, err) from err
+        for state in shadow.state.values():
+            check_state(self._optimizer, state)
         return [
             Member(m.position, m.group, m.parameter, m.gradient, dict(shadow.state.get(m.parameter, {})))
             for m in members
@@ -153,8 +163,8 @@ class _Tiny:
         """Run the third step with some numbers as tensors; return the reason why that is not the plain step."""
         members = self._copied()
         tensors = {
-            name: (torch.tensor(self._given[name], dtype=torch.float64, device=members[0].parameter.device),
-                   self._given[name])
+            name: (torch.tensor(self.given[name], dtype=torch.float64, device=members[0].parameter.device),
+                   self.given[name])
             for name in names
         }  # fmt: skip
         values: Mapping[Name, Any] = self._tensors | {name: tensor for name, (tensor, _) in tensors.items()}
@@ -171,7 +181,7 @@ class _Tiny:
 
     def accepted(self, options: Options, wanted: Sequence[Tensor]) -> tuple[Name, ...]:
         """Return the numbers that may be tensors together."""
-        names = tuple(self._given)
+        names = tuple(self.given)
         if self.failure_with(options, names, wanted) is None:
             return names
         found: tuple[Name, ...] = ()

@@ -16,8 +16,8 @@ from gradrewrite.ir import editing
 from gradrewrite.training.hyperparameters import frozen, is_of_torch, key_of, key_of_group, names_of
 from gradrewrite.training.refusals import check_by_name, check_gradients, refusal
 from gradrewrite.training.shadows import Member, numbered
-from gradrewrite.training.traced_parts import Part, Piece, device_of, family_of, form, trace_parts
-from gradrewrite.training.trials import Trial, try_out
+from gradrewrite.training.traced_parts import WHOLE, Part, Piece, device_of, family_of, form, trace_parts
+from gradrewrite.training.trials import Trial, state_keys, try_out
 
 # Classes of torch.optim that update each parameter by itself.
 _SEPARATE = (
@@ -38,6 +38,7 @@ class UpdateGraph:
         states: The tensors of state that the step reads or writes, by position of the parameter and key.
         numbers: Hyperparameters that are read at each call, by param group and name: ``(0, "betas.1")``.
         compared: Those of them whose sign is baked in, for the code compares them with 0.
+        groups: The param groups that matter; None for all.
         key: All that is baked in.
         device: That of the tensor of numbers.
     """
@@ -47,12 +48,13 @@ class UpdateGraph:
     states: tuple[tuple[int, str], ...]
     numbers: tuple[Name, ...]
     compared: tuple[Name, ...]
+    groups: tuple[int, ...] | None
     key: Hashable
     device: torch.device
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether what is baked in is as it was; gradients and state have to be of the same form too."""
-        return self.key == key_of(optimizer, self.numbers, self.compared)
+        return self.key == key_of(optimizer, self.numbers, self.compared, self.groups)
 
 
 def trace_update(optimizer: Optimizer, gradients: Sequence[Tensor | None], *, foreach: bool = False) -> UpdateGraph:
@@ -74,6 +76,7 @@ def trace_update(optimizer: Optimizer, gradients: Sequence[Tensor | None], *, fo
     with kept_random_state():
         pieces = _separate_pieces(optimizer, members) if _is_separate(optimizer, foreach) else None
         pieces = pieces or [_whole_piece(optimizer, members, foreach)]
+        _check_state(optimizer, members)
         parts = trace_parts(optimizer, pieces)
     return _assembled(optimizer, members, list(zip(pieces, parts, strict=True)))
 
@@ -110,13 +113,22 @@ def _fake_members(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> l
         ]
 
 
+def _check_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
+    """Raise TraceError for a parameter without the state of its first step."""
+    without = [m for m in members if not m.state]
+    for made in state_keys(optimizer, without, all_groups=not is_of_torch(optimizer)) if without else []:
+        if made:
+            what = f"its step makes the state {min(made)!r}: prepare it, or run the first step in two phases"
+            raise refusal(optimizer, what)
+
+
 def _is_separate(optimizer: Optimizer, foreach: bool) -> bool:
     return not foreach and is_of_torch(optimizer) and type(optimizer).__name__ in _SEPARATE
 
 
 def _whole_piece(optimizer: Optimizer, members: Sequence[Member], foreach: bool) -> Piece:
     trial = try_out(optimizer, members, foreach=foreach, all_groups=True)
-    return Piece(tuple(members), trial, "whole", None)
+    return Piece(tuple(members), trial, WHOLE, None)
 
 
 def _trials(optimizer: Optimizer, members: Sequence[Member]) -> dict[int, Trial]:
@@ -183,12 +195,14 @@ def _assembled(optimizer: Optimizer, members: Sequence[Member], parts: Sequence[
     owner.graph.lint()
     owner.recompile()
     positions, states = tuple(m.position for m in members), tuple((m.position, key) for m, key in owners)
-    return UpdateGraph(owner, positions, states, numbers, compared, key_of(optimizer, numbers, compared), device)
+    groups = None if parts[0][0].form == WHOLE else tuple(dict.fromkeys(m.group for m in members))
+    key = key_of(optimizer, numbers, compared, groups)
+    return UpdateGraph(owner, positions, states, numbers, compared, groups, key, device)
 
 
 def _compared_by(piece: Piece, part: Part) -> list[Name]:
     """Return compared numbers, of the param group of a piece where each has one."""
-    names = [name for _, name in part.compared] if piece.form != "whole" else []
+    names = [name for _, name in part.compared] if piece.form != WHOLE else []
     return [(piece.members[0].group, name) for name in sorted(names)] if names else sorted(part.compared)
 
 
