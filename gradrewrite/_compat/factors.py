@@ -26,7 +26,7 @@ def dtypes_of(*terms: Tensor | Number) -> tuple[torch.dtype, torch.dtype]:
     return elementwise_dtypes(*terms, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
 
 
-def scaled_sum(first: Tensor, beta: Number, second: Tensor | Number, alpha: Number) -> Tensor:
+def scaled_sum(first: Tensor, beta: Number, second: Tensor | Number, alpha: Number | Tensor) -> Tensor:
     """Return ``beta * first + alpha * second``, without ``first`` for a ``beta`` of 0."""
     wide, dtype = dtypes_of(first, second)
     term: Any = second.to(wide) * alpha if isinstance(second, Tensor) else second * alpha

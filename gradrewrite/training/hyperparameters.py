@@ -1,4 +1,4 @@
-"""Hyperparameters of an optimizer: the numbers of its param groups, by name, and what else its code reads."""
+"""Hyperparameters of an optimizer by name, and its other options."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def _is_number(value: Any) -> bool:
 
 
 def value_of(group: Mapping[str, Any], name: str) -> Any:
-    """Return a number of a param group by its name: ``"lr"``, ``"betas.0"``."""
+    """Return a number of a param group: ``"lr"``, ``"betas.0"``."""
     key, _, item = name.partition(".")
     return group[key][int(item)] if item else group[key]
 
 
 def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
-    """Give numbers of a param group other values, by their names."""
+    """Set numbers of a param group by their names."""
     for name, value in numbers.items():
         key, _, item = name.partition(".")
         if item:
@@ -63,7 +63,7 @@ def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
 
 
 def numbers_of(optimizer: Optimizer, numbers: Sequence[Name]) -> list[Any]:
-    """Return present hyperparameters: numbers, or tensors where the user gave tensors."""
+    """Return present hyperparameters: numbers, or tensors given by the user."""
     groups = optimizer.param_groups
     return [value_of(groups[number], name) for number, name in numbers]
 
@@ -74,7 +74,7 @@ def key_of(
     compared: Sequence[Name] = (),
     groups: Sequence[int] | None = None,
 ) -> Hashable:
-    """Return all that a graph bakes in.
+    """Return all values baked into a graph.
 
     Args:
         optimizer: Its code reads options of param groups, and its own attributes where it is not torch's.
@@ -95,7 +95,7 @@ def key_of(
 def key_of_group(
     group: Mapping[str, Any], number: int, read: frozenset[Name], signed: frozenset[Name]
 ) -> tuple[Hashable, ...]:
-    """Return the number of parameters of a param group, and each option."""
+    """Return the size and the options of a param group."""
     found: list[Hashable] = [len(group["params"])]
     for name, value in group.items():
         if name == "params":
@@ -118,7 +118,10 @@ def _key_of_value(value: Any, name: Name, read: frozenset[Name], signed: frozens
 def attributes_of(
     optimizer: Optimizer, of_tensor: Callable[[Tensor], Hashable] | None = None
 ) -> tuple[tuple[str, Hashable], ...]:
-    """Return the plain attributes of an optimizer; its class may compute with them."""
+    """Return the plain attributes of an optimizer.
+
+    The class may compute with them.
+    """
     return tuple(
         (key, frozen(value, of_tensor))
         for key, value in vars(optimizer).items()
@@ -127,7 +130,7 @@ def attributes_of(
 
 
 def frozen(value: Any, of_tensor: Callable[[Tensor], Hashable] | None = None) -> Hashable:
-    """Return a value of an optimizer as one that compares equal until the value changes.
+    """Return a value as one to compare with later ones.
 
     Tensors of one element are read; ``of_tensor`` answers in their place.
     """
@@ -147,6 +150,6 @@ def _read(tensor: Tensor) -> Hashable:
 
 
 def is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether the class is one of ``torch.optim``, with its own ``step``."""
+    """Whether class and ``step`` are of ``torch.optim``."""
     kind = type(optimizer)
     return all(of.__module__.startswith("torch.optim.") for of in (kind, inspect.unwrap(kind.step)))

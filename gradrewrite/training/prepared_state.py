@@ -16,7 +16,7 @@ from gradrewrite.training.trials import state_keys
 
 
 def prepare_state(optimizer: Optimizer, has_gradient: Sequence[bool]) -> bool:
-    """Make the state that the class makes before it first updates a parameter; existing state stays.
+    """Make the state of a first step; existing state stays.
 
     Args:
         optimizer: Classes of ``torch.optim`` make their state themselves, on a shadow.

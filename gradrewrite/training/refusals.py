@@ -1,4 +1,4 @@
-"""Reasons that keep an optimizer out of a compiled training step."""
+"""Reasons to keep an optimizer out of a compiled step."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ _OWN = str(Path(__file__).parents[1])
 
 
 def refusal(optimizer: Optimizer, what: str, line: str = "") -> TraceError:
-    """Return the error for an optimizer that cannot be traced."""
+    """Return the error for an optimizer without a graph."""
     lines = [f"{type(optimizer).__name__} cannot be part of a compiled training step: {what}"]
     lines += [f"  {line}"] if line else []
     return TraceError("\n".join([*lines, f"  {TWO_PHASES}"]), code="optimizer-not-traced")
 
 
 def refusal_of(optimizer: Optimizer, err: Exception) -> TraceError:
-    """Return the error for one that its code raised, with the line."""
+    """Return the error for one raised by its code."""
     known = isinstance(err, traced_numbers.HostReadError)
     what = str(err) if known else f"its step raised {type(err).__name__}: {str(err).strip().partition(chr(10))[0]}"
     return refusal(optimizer, what, line_of(err))
 
 
 def line_of(err: BaseException) -> str:
-    """Return the innermost line of an optimizer's code, ``file:line "code"``; ``""`` without one."""
+    """Return the innermost line of an optimizer; ``""`` without one.
+
+    It reads ``file:line "code"``.
+    """
     for frame in reversed(traceback.extract_tb(err.__traceback__)):
         name = frame.filename
         is_own = name.startswith(_OWN) or (name.startswith(_TORCH) and not name.startswith(_OPTIM))
@@ -47,7 +50,7 @@ def line_of(err: BaseException) -> str:
 
 
 def check_by_name(optimizer: Optimizer) -> None:
-    """Raise TraceError for what is known not to be traced, without running anything."""
+    """Raise TraceError for known obstacles; nothing is run."""
     what = _known_kind(optimizer) or _known_part(optimizer)
     if what:
         raise refusal(optimizer, what)
@@ -82,7 +85,7 @@ def _known_part(optimizer: Optimizer) -> str:
 
 
 def check_state(optimizer: Optimizer, state: object) -> None:
-    """Raise TraceError for a state of a parameter that has more than tensors, or packed ones."""
+    """Raise TraceError for packed or nested tensors of state."""
     if not isinstance(state, dict):
         raise refusal(optimizer, f"the state of a parameter is a {type(state).__name__} in the place of a dict")
     for key, value in state.items():
@@ -99,7 +102,10 @@ def _has_tensors(value: object) -> bool:
 
 
 def check_gradients(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
-    """Raise TraceError for sparse gradients, ValueError for another number of them than of parameters."""
+    """Raise TraceError for sparse gradients.
+
+    ValueError for another number of them than of parameters.
+    """
     parameters = [p for _, _, p in numbered(optimizer)]
     if len(parameters) != len(gradients):
         raise ValueError(f"{len(gradients)} gradients for {len(parameters)} parameters of the optimizer")

@@ -1,4 +1,4 @@
-"""Shadows of optimizers: the same class and options over other tensors."""
+"""Shadows of optimizers: class and options over other tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Options:
     foreach: bool = False
 
     def of(self, group: Mapping[str, Any]) -> dict[str, bool]:
-        """Return those that a param group has."""
+        """Return those of a param group."""
         wanted = {
             "capturable": self.capturable, "foreach": self.foreach, "fused": False, "differentiable": False
         }  # fmt: skip
@@ -57,7 +57,7 @@ class Options:
 
 
 def numbered(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the position, the param group and the tensor of each parameter."""
+    """Yield position, param group and tensor of each parameter."""
     position = 0
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -66,7 +66,7 @@ def numbered(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def own_step(optimizer: Optimizer, *args: Any) -> Any:
-    """Run the ``step`` of the class, without the wrappers of torch and of schedulers."""
+    """Run the ``step`` of the class, without its wrappers."""
     return inspect.unwrap(type(optimizer).step)(optimizer, *args)
 
 
@@ -78,7 +78,7 @@ def shadow_of(
     *,
     all_groups: bool,
 ) -> Optimizer:
-    """Return the optimizer over other parameters, with other values of some numbers.
+    """Return the optimizer over other parameters, with other numbers.
 
     Args:
         optimizer: It stays as it is.
@@ -122,7 +122,7 @@ def _rebuilt(value: Any, given: Mapping[int, Tensor]) -> Any:
 
 
 def counters_of(member: Member) -> list[Tensor]:
-    """Return the numbers among the tensors of a state, such as step counts."""
+    """Return the numbers among the tensors of a state."""
     return [
         t
         for key, t in member.state.items()
@@ -133,7 +133,7 @@ def counters_of(member: Member) -> list[Tensor]:
 def run_step(
     shadow: Optimizer, members: Sequence[Member], numbers: Mapping[tuple[int, str], tuple[Tensor, float]]
 ) -> set[tuple[int, str]]:
-    """Run the step of a shadow with numbers as tensors; return those that it compared with 0."""
+    """Run a shadow with numbers as tensors; return compared ones."""
     mode = traced_numbers.Numbers(numbers, [t for m in members for t in counters_of(m)])
     with torch.no_grad(), traced_numbers.as_compiled(), mode:
         own_step(shadow)
@@ -141,12 +141,12 @@ def run_step(
 
 
 def changed_part(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> str:
-    """Return the name of the first value that a step has changed; ``""`` without one."""
+    """Return the name of the first changed value, or ``""``."""
     return next((name for name in {**before, **after} if before.get(name) != after.get(name)), "")
 
 
 def plain_parts_of(shadow: Optimizer) -> dict[str, Hashable]:
-    """Return the values outside of the tensors of state that a step could change, by name."""
+    """Return the values of an optimizer outside of tensors."""
 
     def same(tensor: Tensor) -> Hashable:
         return id(tensor), tensor._version

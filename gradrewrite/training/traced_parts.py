@@ -24,7 +24,10 @@ _WITHOUT_SIZES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A traced step of some parameters; its inputs are theirs, and a 0-d tensor for each number."""
+    """A traced step of some parameters.
+
+    Its inputs are those of its members, and a 0-d tensor for each number.
+    """
 
     graph_module: fx.GraphModule
     states: tuple[tuple[int, str], ...]  # by position among the members
@@ -33,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Members that are traced together."""
+    """Members traced together."""
 
     members: tuple[Member, ...]
     trial: Trial
@@ -42,7 +45,10 @@ class Piece:
 
 
 def trace_parts(optimizer: Optimizer, pieces: Sequence[Piece]) -> list[Part]:
-    """Trace the pieces, each form once; elementwise updates of contiguous parameters once for all sizes."""
+    """Trace the pieces, each form once.
+
+    Elementwise updates of contiguous parameters are traced once for all sizes.
+    """
     known: dict[Hashable, Part] = {}
     families: dict[Hashable, tuple[Part, Member]] = {}
     for piece in pieces:
@@ -85,7 +91,10 @@ def _resized(part: Part, known: Member, member: Member) -> Part:
 
 
 def family_of(member: Member) -> Hashable:
-    """Return the form of a parameter without its sizes; None where its tensors are not laid out alike."""
+    """Return the form of a parameter without its sizes.
+
+    None where its tensors are not laid out alike.
+    """
     like = member.parameter
     tensors = {key: value for key, value in member.state.items() if isinstance(value, Tensor)}
     alike = [t for t in (*tensors.values(), member.gradient) if t.dim() or t.shape == like.shape]
@@ -100,7 +109,7 @@ def family_of(member: Member) -> Hashable:
 
 
 def trace_part(optimizer: Optimizer, piece: Piece) -> Part:
-    """Trace the step of a shadow with the members of a piece alone."""
+    """Trace a shadow of the members of a piece alone."""
     members, names = piece.members, piece.trial.numbers
     mode = fake_tensors.fake_mode_of([m.parameter for m in members])
     with torch.no_grad(), mode:
@@ -139,7 +148,7 @@ def trace_part(optimizer: Optimizer, piece: Piece) -> Part:
 def _run(
     optimizer: Optimizer, piece: Piece, members: Sequence[Member], numbers: Mapping[Name, tuple[Tensor, float]]
 ) -> set[Name]:
-    """Run the step of a shadow; TraceError where it changes more than tensors."""
+    """Run a shadow; TraceError for changes outside of tensors."""
     given = {name: tensor for name, (tensor, _) in numbers.items()}
     shadow = shadow_of(optimizer, members, piece.trial.options, given, all_groups=piece.form == WHOLE)
     before, keys = plain_parts_of(shadow), [_tensor_keys(shadow, m) for m in members]
@@ -163,7 +172,7 @@ def _tensor_keys(shadow: Optimizer, member: Member) -> set[str]:
 def _with_tensors(
     members: Sequence[Member], tensors: Sequence[Tensor], states: Sequence[tuple[int, str]]
 ) -> list[Member]:
-    """Return the members with these parameters, gradients and tensors of state."""
+    """Return the members with other tensors."""
     count = len(members)
     own = [Member(m.position, m.group, tensors[n], tensors[count + n], dict(m.state)) for n, m in enumerate(members)]
     for (n, key), tensor in zip(states, tensors[2 * count :], strict=True):
@@ -172,7 +181,7 @@ def _with_tensors(
 
 
 def _skip_copies(graph: fx.Graph) -> None:
-    """Read computed values directly, not as copied into a tensor of their form."""
+    """Read computed values directly, not as copies."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
         source = node.args[1]
         if isinstance(source, fx.Node) and source.op == "call_function":
@@ -191,7 +200,7 @@ def _check_graph(optimizer: Optimizer, graph: fx.Graph) -> None:
 
 
 def _used_states(graph: fx.Graph, members: int, states: int) -> list[int]:
-    """Return the positions of the states that are read or written."""
+    """Return the positions of states read or written."""
     placeholders = graph.find_nodes(op="placeholder")[2 * members :]
     results = editing.outputs_of(graph.output_node())[members:]
     output = graph.output_node()
@@ -204,6 +213,9 @@ def form(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def device_of(members: Sequence[Member]) -> torch.device:
-    """Return the device of step counts, as other numbers are computed with them; else that of the parameter."""
+    """Return the device of step counts, or of the parameter.
+
+    Numbers are computed with step counts.
+    """
     counters = [t for m in members for t in counters_of(m)]
     return (counters or [members[0].parameter])[0].device

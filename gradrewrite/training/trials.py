@@ -1,4 +1,4 @@
-"""Trials: the numbers of a param group that an optimizer's code takes as tensors, found on tiny parameters."""
+"""Trials, on tiny parameters, of the numbers taken as tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COARSE = 2.0**-6  # a few roundings of half precision
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A way through an optimizer's code that computes what the code computes by itself.
+    """A way through an optimizer's code, equal to its own.
 
     Attributes:
         options: The way.
@@ -43,7 +43,7 @@ class Trial:
 
 
 def try_out(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool, all_groups: bool) -> Trial:
-    """Run tiny steps in each way; TraceError if none computes what the plain step does.
+    """Run tiny steps in each way; TraceError if none fits.
 
     The gradients and the state of ``members`` do not matter.
     """
@@ -68,7 +68,7 @@ def try_out(optimizer: Optimizer, members: Sequence[Member], *, foreach: bool, a
 
 
 def state_keys(optimizer: Optimizer, members: Sequence[Member], *, all_groups: bool) -> list[frozenset[str]]:
-    """Return the keys of the state that plain steps leave, of each parameter."""
+    """Return the keys of the state after plain steps."""
     tiny = _tiny_members(members)
     stepped = _Tiny(optimizer, tiny, all_groups)
     found = {_kind_of(m): frozenset(m.state) for m in stepped.members}
@@ -89,7 +89,7 @@ def _tiny_members(members: Sequence[Member]) -> list[Member]:
 
 
 def _values(like: Tensor, shape: Sequence[int], number: int) -> Tensor:
-    """Return a tensor of numbers between -1 and 1, the same in each process."""
+    """Return numbers between -1 and 1, equal in each process."""
     count = torch.Size(shape).numel()
     wave = torch.cos(torch.arange(2 * count, dtype=torch.float64) * 2.3 + number * 1.7)
     flat = torch.complex(wave[:count], wave[count:]) if like.is_complex() else wave[:count]
@@ -97,7 +97,7 @@ def _values(like: Tensor, shape: Sequence[int], number: int) -> Tensor:
 
 
 class _Tiny:
-    """Tiny parameters with the state that two plain steps leave, and results of a third one.
+    """Tiny parameters after two plain steps.
 
     Attributes:
         members: The parameters.
@@ -148,7 +148,10 @@ class _Tiny:
         ]
 
     def plain_step(self) -> tuple[list[Tensor], str]:
-        """Return what the third step computes, and the name of a value outside of tensors that it changes."""
+        """Return results of the third step, and a changed value.
+
+        The second is the name of a value outside of tensors; ``""`` if none changes.
+        """
         members = self._copied()
         shadow = shadow_of(self._optimizer, members, Options(), self._tensors, all_groups=self._all_groups)
         before = plain_parts_of(shadow)
@@ -160,7 +163,7 @@ class _Tiny:
         return _results(shadow, members), changed_part(before, plain_parts_of(shadow))
 
     def failure_with(self, options: Options, names: Sequence[Name], wanted: Sequence[Tensor]) -> Exception | None:
-        """Run the third step with some numbers as tensors; return the reason why that is not the plain step."""
+        """Return why the third step differs with numbers as tensors."""
         members = self._copied()
         tensors = {
             name: (torch.tensor(self.given[name], dtype=torch.float64, device=members[0].parameter.device),
@@ -180,7 +183,7 @@ class _Tiny:
         return traced_numbers.HostReadError("its step computes something else where step counts are tensors")
 
     def accepted(self, options: Options, wanted: Sequence[Tensor]) -> tuple[Name, ...]:
-        """Return the numbers that may be tensors together."""
+        """Return the numbers to be tensors together."""
         names = tuple(self.given)
         if self.failure_with(options, names, wanted) is None:
             return names

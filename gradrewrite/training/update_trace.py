@@ -1,4 +1,4 @@
-"""The update of an optimizer, its own ``step``, as a functional graph."""
+"""An optimizer's own ``step`` as a functional graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SEPARATE = (
 
 @dataclass(frozen=True, slots=True)
 class UpdateGraph:
-    """A step of an optimizer as a graph of decomposed, functional ATen nodes.
+    """A step of an optimizer, of functional ATen nodes.
 
     Its inputs are parameters, their gradients, tensors of state, and one flat float64 tensor of numbers, if there are
     any. It returns the new parameters and the new tensors of state; one that the step leaves alone is the input.
@@ -53,15 +53,21 @@ class UpdateGraph:
     device: torch.device
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether what is baked in is as it was; gradients and state have to be of the same form too."""
+        """Whether all values baked in are as they were.
+
+        Gradients and state have to be of the same form too.
+        """
         return self.key == key_of(optimizer, self.numbers, self.compared, self.groups)
 
 
 def trace_update(optimizer: Optimizer, gradients: Sequence[Tensor | None], *, foreach: bool = False) -> UpdateGraph:
-    """Trace the ``step`` of an optimizer's class, whose state is there; the optimizer stays as it is.
+    """Trace the ``step`` of an optimizer's class.
+
+    The optimizer stays as it is. Numbers of its param groups that its code takes as tensors are read at each call;
+    those that it branches on, other than by comparing them with 0, are baked in.
 
     Args:
-        optimizer: Of ``torch.optim``, or one written in Python.
+        optimizer: Of ``torch.optim``, or one written in Python. Its state is there.
         gradients: Tensors of the form of the gradients, real or fake; None for parameters without one.
         foreach: Whether to trace the code that works on lists of tensors, where the class has it.
 
@@ -82,7 +88,7 @@ def trace_update(optimizer: Optimizer, gradients: Sequence[Tensor | None], *, fo
 
 
 def check_traceable(optimizer: Optimizer) -> None:
-    """Raise TraceError for an optimizer that cannot be traced, before there is a gradient; tiny steps are run."""
+    """Raise TraceError early; tiny steps are run."""
     check_by_name(optimizer)
     members = _fake_members(optimizer, [p.detach() for _, _, p in numbered(optimizer)])
     with kept_random_state():
@@ -90,7 +96,10 @@ def check_traceable(optimizer: Optimizer) -> None:
 
 
 def _fake_members(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[Member]:
-    """Return the parameters with gradients, as fake tensors in the mode of the gradients, if they are in one."""
+    """Return the parameters with gradients as fake tensors.
+
+    They are in the mode of the gradients, if these are in one.
+    """
     mode = fake_tensors.fake_mode_of(gradients)
 
     def fake(t: Tensor) -> Tensor:
@@ -114,7 +123,7 @@ def _fake_members(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> l
 
 
 def _check_state(optimizer: Optimizer, members: Sequence[Member]) -> None:
-    """Raise TraceError for a parameter without the state of its first step."""
+    """Raise TraceError for the missing state of a first step."""
     without = [m for m in members if not m.state]
     for made in state_keys(optimizer, without, all_groups=not is_of_torch(optimizer)) if without else []:
         if made:
@@ -132,7 +141,10 @@ def _whole_piece(optimizer: Optimizer, members: Sequence[Member], foreach: bool)
 
 
 def _trials(optimizer: Optimizer, members: Sequence[Member]) -> dict[int, Trial]:
-    """Return a trial for each param group, run once for those that differ in the size of numbers alone."""
+    """Return a trial for each param group.
+
+    Groups that differ in the size of numbers alone share one.
+    """
     known: dict[Hashable, Trial] = {}
     found: dict[int, Trial] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -201,13 +213,13 @@ def _assembled(optimizer: Optimizer, members: Sequence[Member], parts: Sequence[
 
 
 def _compared_by(piece: Piece, part: Part) -> list[Name]:
-    """Return compared numbers, of the param group of a piece where each has one."""
+    """Return compared numbers, of the param group of a piece."""
     names = [name for _, name in part.compared] if piece.form != WHOLE else []
     return [(piece.members[0].group, name) for name in sorted(names)] if names else sorted(part.compared)
 
 
 def _share_numbers(graph: fx.Graph, numbers: fx.Node) -> None:
-    """Compute once what parts compute of numbers alone."""
+    """Compute once the same functions of numbers alone."""
     known: dict[Hashable, fx.Node] = {}
     shared = {numbers}
     for node in list(graph.nodes):
@@ -232,7 +244,7 @@ def _spliced(
     at: Mapping[tuple[str, int], fx.Node],
     numbers: Mapping[Name, fx.Node],
 ) -> dict[tuple[str, int], fx.Node]:
-    """Copy each part in; return what it makes of parameters and state."""
+    """Copy each part in; return new parameters and state."""
     found: dict[tuple[str, int], fx.Node] = {}
     for piece, part in parts:
         positions = [m.position for m in piece.members]

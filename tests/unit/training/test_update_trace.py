@@ -53,7 +53,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in filter(lambda p: p.grad is not None, group["params"]):
                 wd, (beta1, beta2), state = group["weight_decay"], group["betas"], self.state[p]
@@ -298,7 +298,7 @@ class Counting(Optimizer):
         super().__init__(params, {"lr": 0.1, "rate": 0.5})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 p.add_(p.grad, alpha=-group["lr"] * (2.0 if group["rate"] > 0.25 else 1.0))
@@ -357,7 +357,7 @@ class Branching(Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad.norm() > 1.0:
@@ -366,7 +366,7 @@ class Branching(Optimizer):
 
 class OnHost(Branching):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 p.add_(p.grad / p.grad.norm().item(), alpha=-group["lr"])
@@ -374,7 +374,7 @@ class OnHost(Branching):
 
 class InPython(Branching):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -386,7 +386,7 @@ class InAttribute(Branching):
     steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.steps += 1
         for p in self.param_groups[0]["params"]:
             p.add_(p.grad, alpha=-0.1 / self.steps)
@@ -394,7 +394,7 @@ class InAttribute(Branching):
 
 class Drawing(Branching):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             p.add_(p.grad + 1e-20 * torch.randn_like(p), alpha=-0.1)
 
@@ -403,7 +403,7 @@ class Packed(Branching):
     """As bitsandbytes: packed state."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             if not state:
@@ -415,7 +415,7 @@ class WithAddresses(Branching):
     """As bitsandbytes: kernels that take addresses."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             assert p.data_ptr()
 
@@ -428,7 +428,7 @@ class Outer(Branching):
 
 class Nested(Branching):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             self.state[p].setdefault("history", [torch.zeros_like(p)])
             p.sub_(p.grad)
