@@ -1,4 +1,4 @@
-"""Python floats as 0-d float64 tensors while an optimizer's code runs, eager or traced."""
+"""Python floats of an optimizer as 0-d float64 tensors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _CLAMPS = frozenset(("clamp", "clamp_", "clip", "clip_"))
 
 
 class HostReadError(Exception):
-    """Code that asked for the value of a tensor, or for its memory."""
+    """A tensor's value or memory, asked for on the host."""
 
 
 class Numbers(TorchFunctionMode):
-    """Lets 0-d float64 tensors stand for the floats that an optimizer's code computes with.
+    """Lets 0-d float64 tensors stand for floats.
 
     They promote as Python's floats do, may be factors (``alpha=``, ``value=``, ``weight``, bounds), and are float64
     whatever the code asks of ``to``. A 0-d tensor of state (a step count) is in its own dtype where it is written, and
@@ -149,7 +149,7 @@ class Numbers(TorchFunctionMode):
     def _promoted(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype | None]:
-        """Give numbers the dtype in which torch computes with floats and these other tensors.
+        """Give numbers the dtype of floats beside these tensors.
 
         The third result is the dtype of the result, where that is half precision of 0-d tensors.
         """
@@ -189,7 +189,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def _written_out(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Write factors that are tensors out as products; KeyError where there are none."""
+    """Write tensor factors out as products; KeyError without any."""
     if name in _SUMS and isinstance(kwargs["alpha"], Tensor):
         alpha = -kwargs["alpha"] if name.startswith("sub") else kwargs["alpha"]
         result = factors.scaled_sum(args[0], 1, args[1], alpha)
@@ -206,7 +206,7 @@ def _written_out(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 
 
 def _each_product(name: str, targets: Any, a: Any, b: Any, values: Tensor) -> None:
-    """Write out the factors of an op on lists: one for each, in a tensor."""
+    """Write out the factors of an op on lists."""
     run = factors.DECOMPOSITIONS[getattr(torch.ops.aten, name.removeprefix("_foreach_").rstrip("_")).default]
     for target, x, y, value in zip(targets, a, b, values.unbind(), strict=True):
         target.copy_(run(target, x, y, value=value))
@@ -231,7 +231,7 @@ def _clamped(value: Tensor, min: Any = None, max: Any = None) -> Tensor:
 
 
 class _RefuseReads(TorchDispatchMode):
-    """Stops reads that torch itself does: of a tensor given in the place of a number."""
+    """Stops torch's own reads of tensors in place of numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -241,14 +241,17 @@ class _RefuseReads(TorchDispatchMode):
 
 @contextlib.contextmanager
 def reads_refused() -> Iterator[None]:
-    """Raise HostReadError where a value of a real tensor is read."""
+    """Raise HostReadError for reads of real tensors."""
     with _RefuseReads():  # type: ignore[no-untyped-call]
         yield
 
 
 @contextlib.contextmanager
 def as_compiled() -> Iterator[None]:
-    """Let code that asks believe that it is compiled: optimizers then keep step counts in tensors."""
+    """Let optimizers believe themselves compiled.
+
+    They then keep step counts in tensors.
+    """
     before = torch.compiler.is_compiling
     torch.compiler.is_compiling = lambda: True
     try:
