@@ -83,8 +83,9 @@ def trace_update(optimizer: Optimizer, gradients: Sequence[Tensor | None], *, fo
         pieces = _separate_pieces(optimizer, members) if _is_separate(optimizer, foreach) else None
         pieces = pieces or [_whole_piece(optimizer, members, foreach)]
         _check_state(optimizer, members)
+    with fake_tensors.outside_of_modes():
         parts = trace_parts(optimizer, pieces)
-    return _assembled(optimizer, members, list(zip(pieces, parts, strict=True)))
+        return _assembled(optimizer, members, list(zip(pieces, parts, strict=True)))
 
 
 def check_traceable(optimizer: Optimizer) -> None:

@@ -102,8 +102,8 @@ CASES: dict[str, Make] = {
 EXACT = {"rprop"}
 
 
-def parameters(dtype: torch.dtype) -> list[Tensor]:
-    return [nn.Parameter(values(shape, 0, dtype)) for shape in ((3, 4), (4,), ())]
+def parameters(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    return [nn.Parameter(values(shape, 0, dtype).to(device)) for shape in ((3, 4), (4,), ())]
 
 
 def values(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
@@ -119,7 +119,7 @@ def all_of(optimizer: Optimizer) -> list[Tensor]:
 
 def step(optimizer: Optimizer, seed: int, without: Sequence[int] = ()) -> None:
     for n, p in enumerate(all_of(optimizer)):
-        p.grad = None if n in without else values(p.shape, seed, p.dtype)
+        p.grad = None if n in without else values(p.shape, seed, p.dtype).to(p.device)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -127,10 +127,11 @@ def step(optimizer: Optimizer, seed: int, without: Sequence[int] = ()) -> None:
 def inputs_of(update: UpdateGraph, optimizer: Optimizer, seed: int) -> list[Tensor]:
     everything = all_of(optimizer)
     own = [everything[n] for n in update.parameters]
-    found = [p.detach() for p in own] + [values(p.shape, seed, p.dtype) for p in own]
+    found = [p.detach() for p in own] + [values(p.shape, seed, p.dtype).to(p.device) for p in own]
     found += [optimizer.state[everything[n]][key] for n, key in update.states]
     if update.numbers:
-        found.append(torch.tensor([float(x) for x in numbers_of(optimizer, update.numbers)], dtype=torch.float64))
+        numbers = [float(x) for x in numbers_of(optimizer, update.numbers)]
+        found.append(torch.tensor(numbers, dtype=torch.float64, device=update.device))
     return found
 
 
@@ -160,13 +161,13 @@ def distance(got: Optimizer, want: Optimizer) -> float:
 
 
 def after_steps(
-    make: Make, dtype: torch.dtype, without: Sequence[int] = (), *, foreach: bool = False
+    make: Make, dtype: torch.dtype, without: Sequence[int] = (), *, foreach: bool = False, device: str = "cpu"
 ) -> tuple[float, UpdateGraph]:
     """Compare five steps of a graph, and of another optimizer in two phases, with a learning rate that changes."""
-    got, want = make(parameters(dtype)), make(parameters(dtype))
+    got, want = make(parameters(dtype, device)), make(parameters(dtype, device))
     for optimizer in (got, want):
         step(optimizer, 0, without)
-    gradients = [None if n in without else p.detach() for n, p in enumerate(all_of(got))]
+    gradients = [None if n in without else fake for n, fake in enumerate(fakes_of(all_of(got)))]
     update = trace_update(got, gradients, foreach=foreach)
     for seed in range(1, 6):
         for optimizer in (got, want):
@@ -582,3 +583,14 @@ def test_infinite_and_zero_numbers() -> None:
 
     assert (0, "step_sizes.1") in update.numbers
     assert all(torch.isfinite(p).all() for p in all_of(optimizer))
+
+
+@pytest.mark.cuda
+@pytest.mark.pure
+@pytest.mark.parametrize("name", ["adamw", "adamw fused", "asgd", "nadam", "radam", "rprop", "sgd nesterov"])
+def test_on_a_gpu(name: str) -> None:
+    worst, update = after_steps(CASES[name], torch.float32, device="cuda")
+
+    assert worst <= 1e-5
+    on_host = name in ("adamw", "nadam", "radam", "rprop")  # where step counts are
+    assert update.device.type == ("cpu" if on_host else "cuda")
