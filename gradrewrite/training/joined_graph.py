@@ -19,7 +19,7 @@ from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.rewriting.loss_scale import LossScale
 from gradrewrite.training.losses import losses_among
-from gradrewrite.training.refusals import nothing_to_train, refused
+from gradrewrite.training.step_refusals import nothing_to_train, refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from gradrewrite.optimizer.step_sites import GUARD
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.training.joined_graph import join_graphs
 from gradrewrite.training.losses import loss_of
-from gradrewrite.training.refusals import check_graph, check_inputs, check_model, nothing_to_train
+from gradrewrite.training.step_refusals import check_graph, check_inputs, check_model, nothing_to_train
 from gradrewrite.training.training import StateMissing, Training
 from gradrewrite.training.update_trace import check_traceable, prepare_state
 from gradrewrite.training.whole_step import WholeStep
