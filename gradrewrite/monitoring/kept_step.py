@@ -32,6 +32,12 @@ class KeptStep:
         if self.is_over:
             return
         self.is_over = True
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Note the versions of parameters and buffers, as the update has left them."""
+        if not self.is_over:
+            return
         first = next(iter(self.micro_batches.values()), [])
         values = [value for snapshot in first if snapshot is not None for value in snapshot.values]
         tensors = [value() for value in values if isinstance(value, weakref.ref)]

@@ -81,6 +81,11 @@ class RunLinks:
         if self.kept_step is not None:
             self.kept_step.close()
 
+    def note_versions(self) -> None:
+        """The update that is over has changed the versions of parameters just now."""
+        if self.kept_step is not None:
+            self.kept_step.note_versions()
+
     def label_of(self, model: weakref.ref[nn.Module]) -> str:
         """Return the label of a model's sites: ``""``, ``@2``, ``@3``.
 

@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -236,6 +236,7 @@ class Guard:
         self._optimizer = weakref.ref(optimizer)
         self.is_removed = False  # whether it was taken off
         self.targets = targets  # what it was given
+        self.accumulated: MutableMapping[int, Tensor] = {}  # gradients that a training step holds
         self.attached = [self._attach(recorder, optimizer) for recorder in _recorders_of(targets)]
         self._is_settled = False
         groups = RankGroups()
@@ -350,11 +351,12 @@ class Guard:
         optimizer = self._optimizer()
         parameters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
         plain = [p for p in parameters if not is_dtensor(p)]
-        return bool(plain) and all(p.grad is None for p in plain)
+        return not self.accumulated and bool(plain) and all(p.grad is None for p in plain)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The gradients go, and the verdict and their losses with them."""
         self._update.give_up(optimizer)
+        self.accumulated.clear()
         for attachment in self.attached:
             attachment.recorder.drop_step()
         self._follow_all()

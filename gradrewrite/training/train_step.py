@@ -187,7 +187,7 @@ class TrainStep:
             guard(optimizer, model)
         watching = inner.__dict__[GUARD]
         assert isinstance(watching, Guard)
-        self._training = Training(inner, watching)
+        self._training = Training(inner, watching, sums=watching.accumulated)
         self._engine, self._options = engine, options
         self._session: Session | None = None
         self._in_two_phases: EntryPoint | None = None  # None where a call of the model is

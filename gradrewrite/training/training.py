@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     guard: Guard
     accumulates: bool = False  # whether the call at hand is a micro-batch
-    sums: dict[int, Tensor] = field(default_factory=dict)  # accumulated gradients, by position of the parameter
+    sums: MutableMapping[int, Tensor] = field(default_factory=dict)  # accumulated gradients, by position of the parameter
     num_backwards: int = 0
 
     @functools.cached_property

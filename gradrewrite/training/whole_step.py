@@ -106,8 +106,9 @@ class WholeStep:
                 self._report(rest[: graph.num_backward], snapshot)
             if not training.accumulates:
                 self._report_update(update, compiled, rest[graph.num_backward :])
-        finally:
+        finally:  # behind the replay of a check that raises
             autograd.increment_versions(written)
+            session.recorder.links.note_versions()
         return outputs
 
     def _begin(self, inputs: Sequence[Any]) -> StepSnapshot | None:

@@ -183,7 +183,7 @@ MEETINGS: Mapping[str, Meeting] = {
     ),
     "AdaptiveClip at a gradient": Meeting(lambda: on("gradient:*", passes.AdaptiveClip(0.01))),
     "AutoClip": Meeting(lambda: on("gradient:*", passes.AutoClip(50.0))),
-    "ZClip": Meeting(lambda: on("gradient:*", passes.ZClip(0.1))),
+    "ZClip": Meeting(lambda: on("gradient:*", passes.ZClip(0.1, warmup=2))),
     "L2": Meeting(lambda: on("gradient:*", passes.L2(0.5)), records=False),
     "Store": Meeting(lambda: on("saved:*", passes.Store("bfloat16")), wide, records=False),
     "Recompute": Meeting(lambda: on("saved:*", passes.Recompute()), wide, acts=False, records=False),
