@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -121,18 +122,18 @@ class Pair:
         references = [self._backward(self.two, (one,), {}) for one in micro_batches]
         reference = self._backward(self.two, args, kwargs)
         self.reference.step()
-        self.reference.zero_grad()
+        self.two.zero_grad()
         torch.testing.assert_close(torch.get_rng_state(), random)
         torch.manual_seed(self.num_steps)
         for one in micro_batches:
             self._backward(self.net, (one,), {})
         self._backward(self.net, args, kwargs)
         self._plain.step()
-        self._plain.zero_grad()
+        self.net.zero_grad()
         for scheduler in self._schedulers:
             scheduler.step()
-        self.same([*earlier, output], [*references, reference], "output")
-        assert all(not t.requires_grad for t in pytree.tree_leaves(output) if isinstance(t, Tensor))
+        self.same(list(map(_parts, [*earlier, output])), list(map(_parts, [*references, reference])), "output")
+        assert all(not t.requires_grad for t in pytree.tree_leaves(_parts(output)) if isinstance(t, Tensor))
         assert all(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
         self.losses.append(float(self._loss_value(output)))
         self.compare()
@@ -141,7 +142,7 @@ class Pair:
     def _backward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         output = model(*args, **kwargs)
         self._loss(output).backward()
-        return pytree.tree_map_only(Tensor, lambda t: t.detach(), output)
+        return pytree.tree_map_only(Tensor, lambda t: t.detach(), _parts(output))
 
     def _loss_value(self, output: Any) -> float:
         try:
@@ -218,6 +219,11 @@ class Pair:
                 )  # fmt: skip
             else:
                 assert value == other, name
+
+
+def _parts(output: Any) -> Any:
+    """Return an output, of a dataclass its fields."""
+    return dict(vars(output)) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
 
 
 def _is_finite(value: Any) -> bool:

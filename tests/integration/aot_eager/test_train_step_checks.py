@@ -206,17 +206,27 @@ def test_spikes_behind_accumulation() -> None:
     assert pair.one.monitor.skipped == 1
 
 
-def test_spikes_of_the_loss() -> None:
-    pair = Pair(Squares().double(), lambda: [gr.on("step:*", SkipSpikes(3.0, window=6, of="loss"))], adamw)
+@pytest.mark.parametrize("micro", [0, 1])
+def test_spikes_of_the_loss(micro: int) -> None:
+    """One graph knows its loss; two phases are told."""
+
+    def logged(output: Tensor) -> Tensor:
+        pair.two.monitor.log("loss", output.detach())
+        return output
+
+    pair = Pair(
+        Squares().double(), lambda: [gr.on("step:*", SkipSpikes(3.0, window=6, of="loss"))], adamw, loss=logged,
+        reads=False,
+    )  # fmt: skip
     for number in range(12):
-        x = batch(number) * (100 if number == 9 else 1)
-        for model in (pair.one, pair.two):
-            with torch.no_grad():
-                loss = model.original(x)
-            model.monitor.log("loss", loss)
-        pair.step(x)
-    pair.finish()
-    assert pair.one.monitor.skipped == 1
+        before = copy.deepcopy((pair.one.state_dict(), pair.optimizer.state_dict()))
+        pair.step(batch(number) * (100 if number == 9 else 1), micro_batches=[batch(100 + number)] * micro)
+        if number == 9:
+            pair.bit_equal((pair.one.state_dict(), pair.optimizer.state_dict()), before)
+    assert pair.one.monitor.skipped == pair.two.monitor.skipped == 1
+    for address in pair.two.monitor.latest():
+        if "@step:" in address:
+            pair.same(pair.one.monitor.history(address, per="step"), pair.two.monitor.history(address, per="step"), address)
 
 
 def test_consecutive_skips_end_the_run() -> None:
