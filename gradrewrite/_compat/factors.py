@@ -21,14 +21,14 @@ aten = torch.ops.aten
 Number = int | float | complex
 
 
-def _dtypes(*terms: Tensor | Number) -> tuple[torch.dtype, torch.dtype]:
+def dtypes_of(*terms: Tensor | Number) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype of the computation, float32 for half precision, and that of the result."""
     return elementwise_dtypes(*terms, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
 
 
-def _sum(first: Tensor, beta: Number, second: Tensor | Number, alpha: Number) -> Tensor:
+def scaled_sum(first: Tensor, beta: Number, second: Tensor | Number, alpha: Number | Tensor) -> Tensor:
     """Return ``beta * first + alpha * second``, without ``first`` for a ``beta`` of 0."""
-    wide, dtype = _dtypes(first, second)
+    wide, dtype = dtypes_of(first, second)
     term: Any = second.to(wide) * alpha if isinstance(second, Tensor) else second * alpha
     if beta != 0:
         term = first.to(wide) + term if beta == 1 else first.to(wide) * beta + term
@@ -36,18 +36,18 @@ def _sum(first: Tensor, beta: Number, second: Tensor | Number, alpha: Number) ->
 
 
 def _add(self: Tensor, other: Tensor | Number, alpha: Number = 1) -> Tensor:
-    return NotImplemented if alpha == 1 else _sum(self, 1, other, alpha)
+    return NotImplemented if alpha == 1 else scaled_sum(self, 1, other, alpha)
 
 
 def _sub(self: Tensor, other: Tensor | Number, alpha: Number = 1) -> Tensor:
-    return NotImplemented if alpha == 1 else _sum(self, 1, other, -alpha)
+    return NotImplemented if alpha == 1 else scaled_sum(self, 1, other, -alpha)
 
 
 def _with_product(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     """Return a decomposition of ``beta * self + alpha * product(a, b)``."""
 
     def run(self: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
-        return NotImplemented if alpha == beta == 1 else _sum(self, beta, product(a, b), alpha)
+        return NotImplemented if alpha == beta == 1 else scaled_sum(self, beta, product(a, b), alpha)
 
     return run
 
@@ -56,7 +56,7 @@ def _with_term(term: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor
     """Return a decomposition of ``self + value * term(a, b)``."""
 
     def run(self: Tensor, a: Tensor, b: Tensor, value: Number | Tensor = 1) -> Tensor:
-        wide, dtype = _dtypes(self, a, b)
+        wide, dtype = dtypes_of(self, a, b)
         return (self.to(wide) + term(a.to(wide), b.to(wide)) * value).to(dtype)
 
     return run

@@ -19,7 +19,7 @@ from gradrewrite._compat.versions import needed_for
 with needed_for("it can be asked whether a GradScaler has unscaled gradients"):
     from torch.amp.grad_scaler import OptState
 with needed_for("the hooks that run before the update of an optimizer can be listed"):
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 foreach_copy = torch._foreach_copy_  # of each source into its target, by few kernels
 foreach_subtract = torch._foreach_sub_  # in place, by few kernels where the dtypes are equal
@@ -92,6 +92,19 @@ def may_read_gradients(optimizer: torch.optim.Optimizer, step: Callable[..., Any
             return True
         function = vars(function).get("__wrapped__")
     return False
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run around ``step``, of this optimizer or of all."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Let a class of torch make the state of a param group, as its first step does."""
+    with needed_for("torch's optimizers make the state of a param group in one method, beside lists that it fills"):
+        make = optimizer._init_group  # type: ignore[attr-defined]
+    make(group, *([] for _ in range(len(inspect.signature(make).parameters) - 1)))
 
 
 def computes_in_dtype_of_parameters(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

@@ -294,7 +294,7 @@ class BackwardOutputs:
     @cached_property
     def acting_numbers(self) -> dict[RecordKey, float]:
         """The bounds that are numbers, as clips act by them."""
-        return {key: acting_bound(bound) for key, bound in self.bounds if not isinstance(bound, Tensor)}
+        return {key: acting_bound(float(bound)) for key, bound in self.bounds if not isinstance(bound, Tensor)}
 
     @cached_property
     def live_bounds(self) -> tuple[tuple[RecordKey, Tensor], ...]:

@@ -1,1 +1,1 @@
-"""Training steps as one graph: forward, backward and update."""
+"""Training steps as one graph."""

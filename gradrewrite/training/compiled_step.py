@@ -17,10 +17,37 @@ from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.optimizer.step_plan import StepPlan
 from gradrewrite.optimizer.update import GuardedUpdate
 from gradrewrite.rewriting.config import RewriteConfig
+from gradrewrite.training.hyperparameters import is_of_torch, numbers_of
 from gradrewrite.training.joined_graph import JoinedGraph
+from gradrewrite.training.prepared_state import prepare_state
 from gradrewrite.training.training import StateMissing, Training
-from gradrewrite.training.update_trace import numbers_of, prepare_state, trace_update
+from gradrewrite.training.update_trace import UpdateGraph, trace_update
 from gradrewrite.training.whole_graph import Place, Scaling, UpdateParts, WholeGraph, WholeGraphBuilder
+
+
+class _Numbers:
+    """The hyperparameters that a compiled update reads at each call, as one tensor."""
+
+    def __init__(self, update: UpdateGraph) -> None:
+        self._update = update
+        self.tensor = torch.zeros(len(update.numbers), dtype=torch.float64, device=update.device)
+        self._groups: list[list[Any]] = []  # of the optimizer, as they were read
+        self._given: list[tuple[int, Tensor]] = []  # those that are tensors of the user's
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Read the present values; False where the update needs another graph."""
+        groups = [list(group.values()) for group in optimizer.param_groups]
+        if groups != self._groups or not is_of_torch(optimizer):
+            if not self._update.fits(optimizer):
+                return False
+            self._groups = groups
+            values = numbers_of(optimizer, self._update.numbers)
+            self._given = [(n, value) for n, value in enumerate(values) if isinstance(value, Tensor)]
+            plain = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+            self.tensor.copy_(torch.tensor(plain, dtype=torch.float64), non_blocking=True)
+        for n, value in self._given:
+            self.tensor[n].copy_(value.detach().reshape(()), non_blocking=True)
+        return True
 
 
 @dataclass(eq=False)
@@ -31,11 +58,13 @@ class CompiledStep:
     code: Callable[[list[Any]], Any]
     plan: StepPlan
     keeps_versions: bool  # whether its code tells autograd what it writes
-    numbers: tuple[tuple[int, str], ...] = ()  # of param groups, read at each call
-    tensor: Tensor | None = None  # that has their values
-    _values: list[float] = field(default_factory=list)
+    numbers: _Numbers | None = None  # None without an update
     _live: list[Tensor] = field(default_factory=list)
     _states: list[Any] | None = None  # of the optimizer, for which the live inputs were read
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Read the hyperparameters; False where the update needs another graph."""
+        return self.numbers is None or self.numbers.follow(optimizer)
 
     def verdicts(self, update: GuardedUpdate, training: Training) -> list[Tensor]:
         """Prepare the update; return the verdict of earlier micro-batches, if there is one."""
@@ -44,11 +73,6 @@ class CompiledStep:
 
     def live(self, training: Training) -> list[Tensor]:
         """Return the live inputs as they are now; StateMissing if the optimizer's state is gone."""
-        if self.tensor is not None:
-            values = numbers_of(training.optimizer, self.numbers)
-            if values != self._values:
-                self._values = values
-                self.tensor.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
         states = list(training.optimizer.state.values())
         known = self._states
         if known is None or len(states) != len(known) or not all(map(operator.is_, states, known)):
@@ -84,15 +108,15 @@ def compile_step(
 ) -> CompiledStep:
     """Compile a joined graph with what follows it in the call at hand.
 
-    ``outputs`` are its auxiliary outputs, ``inputs`` the positions of parameters among its inputs, by their positions in
-    the optimizer. StateMissing where the first update itself makes the optimizer's state.
+    ``outputs`` are its auxiliary outputs, ``inputs`` the positions of parameters among its inputs, by their positions
+    in the optimizer. StateMissing where the first update itself makes the optimizer's state.
     """
     has_verdict = not training.accumulates and update.has_verdict
     parts = UpdateParts(inputs, training.parameters, tuple(training.sums), has_verdict, outputs)
     builder = WholeGraphBuilder(joined, parts)
     gradients = builder.gradients()
     builder.judge_backward()
-    plan, numbers, tensor = StepPlan(), (), None
+    plan, numbers = StepPlan(), None
     returned: list[int] = []
     if training.accumulates:
         returned = builder.accumulate(gradients)
@@ -101,10 +125,10 @@ def compile_step(
         if not prepare_state(training.optimizer, has_gradient):
             raise StateMissing
         plan = update.plan(training.optimizer, has_gradient)
-        numbers, tensor = _insert_update(builder, training, plan, gradients, _scaling(config, training))
+        numbers = _insert_update(builder, training, plan, gradients, _scaling(config, training))
     graph = builder.finish(returned, gradients)
     code = engine.compile_training_step(graph.gm, graph.num_outputs, graph.static)
-    return CompiledStep(graph, code, plan, engine.name != "inductor", numbers, tensor)
+    return CompiledStep(graph, code, plan, engine.name != "inductor", numbers)
 
 
 def _insert_update(
@@ -113,28 +137,27 @@ def _insert_update(
     plan: StepPlan,
     gradients: dict[int, Any],
     scaling: Scaling | None,
-) -> tuple[tuple[tuple[int, str], ...], Tensor | None]:
-    """Insert the actions at step sites and the update; return the numbers it reads, and a tensor for their values."""
+) -> _Numbers:
+    """Insert the actions at step sites and the update; return the hyperparameters that it reads."""
     optimizer, parameters = training.optimizer, training.parameters
     if scaling is not None:
         builder.unscale(gradients, scaling)
     builder.run_step(plan, gradients)
     forms = [value_of(gradients[n]) if n in gradients else None for n in range(len(parameters))]
     update = trace_update(optimizer, forms)
-    count, device = len(update.numbers), parameters[0].device
-    tensor = torch.zeros(count, dtype=torch.float64, device=device) if count else None
+    numbers = _Numbers(update)
 
     def state(n: int, key: str) -> Tensor:
         return cast(Tensor, optimizer.state[parameters[n]][key])
 
-    builder.update(update, gradients, tensor, state)
+    builder.update(update, gradients, numbers.tensor if update.numbers else None, state)
     builder.scale_parameters(plan)
     if plan.change is not None:
         builder.change(plan.change, gradients, state)
     builder.let_skip()
     if plan.ratios:
         builder.measure_ratios([n for n, _ in plan.ratios])
-    return update.numbers, tensor
+    return numbers
 
 
 def _scaling(config: RewriteConfig, training: Training) -> Scaling | None:

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gradrewrite.backends.compilation import GraphCompilation
-from gradrewrite.instrumentation.dynamo_nodes import fake_of
-from gradrewrite.ir import editing
+from gradrewrite.errors import TraceError
+from gradrewrite.ir.markers import value_of
 
 
-def losses_among(gm: fx.GraphModule, compilation: GraphCompilation) -> tuple[int, ...]:
-    """Return the positions of the losses among the outputs of a Dynamo graph."""
-    outputs = list(enumerate(editing.outputs_of(gm.graph.output_node())))
-    fakes = {n: fake for n, node in outputs if isinstance(node, fx.Node) and (fake := fake_of(node)) is not None}
-    paths = compilation.outputs
-    known = {n: fake for n, fake in fakes.items() if paths is None or n in paths}
-    named = [("" if paths is None else paths[n], fake) for n, fake in known.items()]
-    chosen = _choose(named)
-    return tuple(n for n, fake in known.items() if any(fake is one for one in chosen))
+def losses_among(tangents: Mapping[int, fx.Node], paths: Mapping[int, str] | None) -> tuple[int, ...]:
+    """Return the positions of the losses among a graph's outputs.
+
+    ``tangents`` are the gradients of the differentiable outputs, by position; ``paths`` those of the outputs that the
+    call returns (None: all). TraceError without a loss.
+    """
+    known = [n for n in sorted(tangents) if paths is None or n in paths]
+    named = [("" if paths is None else paths[n], value_of(tangents[n])) for n in known]
+    return tuple(known[n] for n in _choose(named))
 
 
 def loss_of(value: Any) -> Tensor:
-    """Return the loss of what a model returned, of several their sum."""
-    found = _choose(list(_named(value, "")))
+    """Return the loss of what a model returned, of several their sum; TraceError without one."""
+    named = [(path, t) for path, t in _named(value, "") if t.requires_grad]
+    found = [named[n][1] for n in _choose(named)]
     return found[0] if len(found) == 1 else torch.stack([one.reshape(()) for one in found]).sum()
 
 
@@ -43,14 +43,17 @@ def _named(value: Any, path: str) -> Any:
         yield from _named(vars(value), path)
 
 
-def _choose(named: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """Return the losses among tensors with their paths."""
-    differentiable = [(path, t) for path, t in named if t.requires_grad]
-    for path, t in differentiable:
-        if path == "loss":
-            return [t]
-    scalars = [t for _, t in differentiable if t.numel() == 1]
-    if len(scalars) == len(differentiable) or len(scalars) == 1:
-        if scalars:
-            return scalars
-    raise TypeError("gr.train_step: the model returns no loss: give compute_loss=, a function (model, *args) -> loss")
+def _choose(named: Sequence[tuple[str, Tensor]]) -> list[int]:
+    """Return the positions of the losses among differentiable tensors with their paths."""
+    of_name = [n for n, (path, t) in enumerate(named) if path == "loss" and t.numel() == 1]
+    scalars = [n for n, (_, t) in enumerate(named) if t.numel() == 1]
+    found = of_name or (scalars if len(scalars) in (1, len(named)) else [])
+    if not found:
+        told = ", ".join(f"{path or 'a tensor'} of shape {tuple(t.shape)}" for path, t in named) or "none"
+        raise TraceError(
+            "gr.train_step: there is no loss among the differentiable tensors that the model returns "
+            f"({told}): it is what is named loss, or the only one with a single element; if all have one, their sum. "
+            "Give compute_loss=, a function (model, *args) -> loss",
+            code="train-step",
+        )
+    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +24,11 @@ from gradrewrite.optimizer.guard import Guard, guard
 from gradrewrite.optimizer.step_sites import GUARD
 from gradrewrite.policy.sampling import Measured
 from gradrewrite.training.joined_graph import join_graphs
-from gradrewrite.training.losses import loss_of, losses_among
-from gradrewrite.training.refusals import check_graph, check_inputs, check_model, nothing_to_train
+from gradrewrite.training.losses import loss_of
+from gradrewrite.training.prepared_state import prepare_state
+from gradrewrite.training.step_refusals import check_graph, check_inputs, check_model, nothing_to_train
 from gradrewrite.training.training import StateMissing, Training
-from gradrewrite.training.update_trace import check_traceable, prepare_state
+from gradrewrite.training.update_trace import check_traceable
 from gradrewrite.training.whole_step import WholeStep
 
 
@@ -78,8 +81,7 @@ class _TrainingEngine:
         model = next(iter(hooks.session.names.roots))
         check_graph(hooks, model)
         check_inputs(hooks, inputs)
-        losses = losses_among(gm, hooks)
-        joined = join_graphs(self.engine, gm, inputs, hooks, losses)
+        joined = join_graphs(self.engine, gm, inputs, hooks)
         return WholeStep(self.training, self.engine, hooks, joined)
 
     def compile_step(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:
@@ -151,8 +153,8 @@ def train_step(
     state = state_of(model)
     if state is None:
         raise TypeError(
-            f"gr.train_step takes what gr.transform returned, got {type(model).__name__}; for a model inside of a wrapper "
-            "give the one inside, and for no policy gr.transform(model, [])"
+            f"gr.train_step takes what gr.transform returned, got {type(model).__name__}; of a model in a wrapper give "
+            "the one inside, and for no policy gr.transform(model, [])"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"gr.train_step takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -234,8 +236,12 @@ class TrainStep:
 
     def _begins_in_two_phases(self) -> bool:
         """Whether the first update itself makes the optimizer's state."""
-        training = self._training
-        return not prepare_state(training.optimizer, [False] * len(training.parameters))
+        optimizer = self._training.optimizer
+        if optimizer.state:
+            return False
+        trial = copy.copy(optimizer)
+        trial.state = defaultdict(dict)
+        return not prepare_state(trial, [p.requires_grad for p in self._training.parameters])
 
     def _look_at_new_graphs(self) -> None:
         """Check rules, and warn, after a compilation."""

@@ -23,7 +23,9 @@ class Training:
     optimizer: torch.optim.Optimizer
     guard: Guard
     accumulates: bool = False  # whether the call at hand is a micro-batch
-    sums: MutableMapping[int, Tensor] = field(default_factory=dict)  # accumulated gradients, by position of the parameter
+    sums: MutableMapping[int, Tensor] = field(
+        default_factory=dict
+    )  # accumulated gradients, by position of the parameter
     num_backwards: int = 0
 
     @functools.cached_property

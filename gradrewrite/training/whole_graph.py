@@ -112,6 +112,7 @@ class WholeGraphBuilder:
         self.auxiliary = rest[ends[1] : ends[1] + ends[2]]
         self.writes = dict(zip((self.inputs[n] for n in joined.written), rest[ends[1] + ends[2] :], strict=True))
         editing.set_outputs(self.graph, results)
+        self.names: dict[fx.GraphModule, dict[str, str]] = {}  # of nodes by those in the graph that was spliced in
         self.live: dict[fx.Node, Tensor | Place] = {}
         self.added: list[fx.Node] = []
         self.sums = {n: self._add_input(f"accumulated_{n}", parts.parameters[n]) for n in parts.accumulated}
@@ -146,7 +147,10 @@ class WholeGraphBuilder:
         return editing.compute(self.graph, run, nodes, self.output)[0]
 
     def _splice(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        return editing.splice(traced, self.graph, nodes, self.output, _TAG)[0]
+        results, new = editing.splice(traced, self.graph, nodes, self.output, _TAG)
+        spliced = [node.name for node in traced.graph.nodes if node.op in ("get_attr", "call_function")]
+        self.names[traced] = dict(zip(spliced, (node.name for node in new), strict=True))
+        return results
 
     def read(self, tensor: Tensor, place: Place | None = None) -> fx.Node:
         """Insert a read of a real tensor."""

@@ -23,7 +23,6 @@ from gradrewrite.replay.step_snapshot import StepSnapshot, VersionedRef
 from gradrewrite.training.compiled_step import CompiledStep, compile_step
 from gradrewrite.training.joined_graph import JoinedGraph
 from gradrewrite.training.training import Training
-from gradrewrite.training.update_trace import key_of
 
 
 class WholeStep:
@@ -39,7 +38,7 @@ class WholeStep:
         self._values_read = compilation.values_read
         self._is_checked = bool(self._outputs.checks)
         self._is_replayed = compilation.is_replayed
-        self._compiled: dict[Hashable, CompiledStep] = {}
+        self._compiled: dict[Hashable, list[CompiledStep]] = {}
         known = {id(p): n for n, p in enumerate(training.parameters)}
         given = {n: one.parameter() for n, one in compilation.inputs.items() if one.parameter is not None}
         self._inputs = {known[id(p)]: n for n, p in given.items() if id(p) in known and n in joined.gradients}
@@ -59,21 +58,17 @@ class WholeStep:
     def _compiled_for(self, update: GuardedUpdate) -> CompiledStep:
         """Return the compiled graph for the call at hand."""
         training = self._training
-        if training.accumulates:
-            key: Hashable = tuple(training.sums)
-        else:
-            key = (
-                update.has_verdict,
-                update.key_of_plan(),
-                tuple(training.sums),
-                key_of(training.optimizer),
-                self._key_of_scale(),
-            )
-        found = self._compiled.get(key)
+        key: Hashable = tuple(training.sums)
+        if not training.accumulates:
+            key = update.has_verdict, update.key_of_plan(), key, self._key_of_scale()
+        known = self._compiled.setdefault((training.accumulates, key), [])
+        found = next((one for one in known if one.follow(training.optimizer)), None)
         if found is None:
             given = self._engine, self._joined, self._outputs, training, update, self._inputs, self._session.config
             with dynamo_cache.compiling(), fake_tensors.outside_of_modes():
-                found = self._compiled[key] = compile_step(*given)
+                found = compile_step(*given)
+            found.follow(training.optimizer)
+            known.insert(0, found)
         return found
 
     def _key_of_scale(self) -> Hashable:
