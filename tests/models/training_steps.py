@@ -35,9 +35,6 @@ OPTIMIZERS: Mapping[str, Optimize] = {
 
 
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    import os  # TEMPORARY
-    if os.environ.get("TS_SGD"):  # TEMPORARY
-        return sgd(parameters)  # TEMPORARY
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
