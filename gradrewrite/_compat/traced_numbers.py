@@ -247,13 +247,10 @@ def reads_refused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_compiled() -> Iterator[None]:
-    """Let optimizers believe themselves compiled.
-
-    They then keep step counts in tensors.
-    """
+def told_of_compilation(is_compiling: bool) -> Iterator[None]:
+    """Tell optimizers whether they are compiled: then they keep step counts in tensors."""
     before = torch.compiler.is_compiling
-    torch.compiler.is_compiling = lambda: True
+    torch.compiler.is_compiling = lambda: is_compiling
     try:
         yield
     finally:

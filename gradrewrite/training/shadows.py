@@ -135,7 +135,7 @@ def run_step(
 ) -> set[tuple[int, str]]:
     """Run a shadow with numbers as tensors; return compared ones."""
     mode = traced_numbers.Numbers(numbers, [t for m in members for t in counters_of(m)])
-    with torch.no_grad(), traced_numbers.as_compiled(), mode:
+    with torch.no_grad(), traced_numbers.told_of_compilation(True), mode:
         own_step(shadow)
     return mode.compared
 

@@ -124,7 +124,7 @@ class _Tiny:
             for number in range(2):
                 for m in members:
                     m.parameter.grad = _values(m.parameter, m.parameter.shape, number + 2)
-                with torch.no_grad():
+                with torch.no_grad(), traced_numbers.told_of_compilation(False):
                     own_step(shadow)
         except Exception as err:
             raise refusal_of(self._optimizer, err) from err
@@ -156,7 +156,7 @@ class _Tiny:
         shadow = shadow_of(self._optimizer, members, Options(), self._tensors, all_groups=self._all_groups)
         before = plain_parts_of(shadow)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), traced_numbers.told_of_compilation(False):
                 own_step(shadow)
         except Exception as err:
             raise refusal_of(self._optimizer, err) from err
