@@ -28,7 +28,7 @@ OPTIMIZERS: Mapping[str, Optimize] = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.02, t0=3),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.02),
     "RAdam": lambda p: torch.optim.RAdam(p, lr=0.02),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True, eps=1e-3),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
 }
