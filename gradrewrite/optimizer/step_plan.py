@@ -22,9 +22,14 @@ class InGraphJudge:
     judging: Judging
     targets: list[Tensor] = field(default_factory=list)  # tensors of its states, when it is traced
 
-    def trace(self, figure: Tensor) -> fx.GraphModule:
-        """Return its graph for a fake figure and the number of its parts."""
-        traced, targets = self.judging.trace([figure, figure])
+    @property
+    def is_of_loss(self) -> bool:
+        """Whether it judges the mean loss."""
+        return self.judging.judge.effect.of == "loss"
+
+    def trace(self, figure: Tensor, number: Tensor) -> fx.GraphModule:
+        """Return its graph for a figure and the number of its parts, both fake."""
+        traced, targets = self.judging.trace([figure, number])
         self.targets[:] = targets
         return traced
 

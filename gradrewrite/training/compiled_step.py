@@ -66,10 +66,13 @@ class CompiledStep:
         """Read the hyperparameters; False where the update needs another graph."""
         return self.numbers is None or self.numbers.follow(optimizer)
 
-    def verdicts(self, update: GuardedUpdate, training: Training) -> list[Tensor]:
-        """Prepare the update; return the verdict of earlier micro-batches, if there is one."""
-        earlier = None if training.accumulates else update.begin_in_graph(training.optimizer, self.plan)
-        return [] if earlier is None else [earlier]
+    def begin(self, update: GuardedUpdate, training: Training) -> list[Tensor]:
+        """Prepare an update; return the verdict and the losses of earlier micro-batches, if there are any."""
+        if training.accumulates:
+            return []
+        earlier = update.begin_in_graph(training.optimizer, self.plan), training.losses
+        training.losses, training.num_losses = None, 0
+        return [one for one in earlier if one is not None]
 
     def live(self, training: Training) -> list[Tensor]:
         """Return the live inputs as they are now; StateMissing if the optimizer's state is gone."""
@@ -112,7 +115,8 @@ def compile_step(
     in the optimizer. StateMissing where the first update itself makes the optimizer's state.
     """
     has_verdict = not training.accumulates and update.has_verdict
-    parts = UpdateParts(inputs, training.parameters, tuple(training.sums), has_verdict, outputs)
+    has_losses = not training.accumulates and training.losses is not None
+    parts = UpdateParts(inputs, training.parameters, tuple(training.sums), has_verdict, has_losses, outputs)
     builder = WholeGraphBuilder(joined, parts)
     gradients = builder.gradients()
     builder.judge_backward()

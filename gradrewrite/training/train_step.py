@@ -256,18 +256,23 @@ class TrainStep:
         """Run a step as two phases do, op by op unless the model is compiled."""
         training, session = self._training, self._session
         assert session is not None
+        scaler = None if session.config.loss_scale is None else session.config.loss_scale.scaler
         training.give_gradients()
-        with torch.enable_grad():
-            result = self._model(*args, **kwargs) if self._in_two_phases is None else self._in_two_phases(args, kwargs)
-            loss = loss_of(result)
-            scaler = None if session.config.loss_scale is None else session.config.loss_scale.scaler
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is None:
-            training.optimizer.step()
-        else:
-            scaler.step(training.optimizer)
-            scaler.update()
-        training.optimizer.zero_grad()
+        try:
+            with torch.enable_grad():
+                result = (
+                    self._model(*args, **kwargs) if self._in_two_phases is None else self._in_two_phases(args, kwargs)
+                )
+                loss = loss_of(result)
+                training.log_losses(loss.detach().clone())
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is None:
+                training.optimizer.step()
+            else:
+                scaler.step(training.optimizer)
+                scaler.update()
+        finally:
+            training.optimizer.zero_grad()
         return _detached(result)
 
     def _entry(self) -> EntryPoint:

@@ -26,6 +26,8 @@ class Training:
     sums: MutableMapping[int, Tensor] = field(
         default_factory=dict
     )  # accumulated gradients, by position of the parameter
+    losses: Tensor | None = None  # sum and number of the losses of micro-batches, ``[2]`` float64
+    num_losses: int = 0
     num_backwards: int = 0
 
     @functools.cached_property
@@ -44,6 +46,23 @@ class Training:
         if has_changed:
             del self.parameters
         return has_changed
+
+    def note_losses(self, losses: list[Tensor]) -> None:
+        """Add the losses of a micro-batch to those before."""
+        if not self.sums:  # zero_grad() has dropped what was there
+            self.losses, self.num_losses = None, 0
+        self.num_losses += 1
+        total = torch.stack([loss.reshape(()).to(torch.float64) for loss in losses]).sum()
+        own = torch.stack([total, torch.ones_like(total)])
+        self.losses = own if self.losses is None else self.losses + own
+
+    def log_losses(self, loss: Tensor) -> None:
+        """Tell the guard of the losses of a step in two phases."""
+        if self.losses is not None:
+            for _ in range(self.num_losses):
+                self.guard.note_loss(self.losses[0] / self.losses[1])
+        self.guard.note_loss(loss)
+        self.losses, self.num_losses = None, 0
 
     def take_gradients(self) -> None:
         """Add gradients that are there to the sums, as ``backward`` does; none is left."""

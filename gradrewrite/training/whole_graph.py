@@ -59,6 +59,7 @@ class UpdateParts:
     parameters: Sequence[Tensor]  # of the optimizer
     accumulated: tuple[int, ...] = ()  # parameters with gradients of earlier backwards
     has_verdict: bool = False  # whether an earlier backward had checks that skip
+    has_losses: bool = False  # whether there is a sum of earlier losses
     outputs: BackwardOutputs = field(default_factory=BackwardOutputs)  # of the joined graph
 
 
@@ -66,7 +67,8 @@ class UpdateParts:
 class WholeGraph:
     """A graph of a whole step, and the order of its inputs and results.
 
-    Inputs: those of the joined graph, accumulated gradients, the verdict so far, live tensors.
+    Inputs: those of the joined graph, accumulated gradients, the verdict so far, sum and number of earlier losses, live
+    tensors.
     Results: the user's outputs, gradients that are not of the optimizer, those of a micro-batch, the auxiliary outputs
     of the backward, those of the step graph, the values and new states of judges, the auxiliary outputs of functions
     behind the update, ratios of updates, the verdict of checks alone, what a GradScaler found, and the
@@ -116,7 +118,8 @@ class WholeGraphBuilder:
         self.live: dict[fx.Node, Tensor | Place] = {}
         self.added: list[fx.Node] = []
         self.sums = {n: self._add_input(f"accumulated_{n}", parts.parameters[n]) for n in parts.accumulated}
-        self.verdict = self._add_scalar("verdict") if parts.has_verdict else None
+        self.verdict = self._add_flat("verdict", (), torch.float32) if parts.has_verdict else None
+        self.losses = self._add_flat("losses", (2,), torch.float64) if parts.has_losses else None
         self.step_results: list[fx.Node] = []
         self.judged: list[tuple[fx.Node, list[fx.Node]]] = []
         self.blocked: list[fx.Node] = []
@@ -133,10 +136,10 @@ class WholeGraphBuilder:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return self._noted(editing.add_input(self.graph, name, fake))
 
-    def _add_scalar(self, name: str) -> fx.Node:
+    def _add_flat(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         value = next(value_of(self.inputs[n]) for n in self.parts.inputs.values())
         with value.fake_mode:  # type: ignore[attr-defined]
-            fake = torch.empty((), dtype=torch.float32, device=value.device)
+            fake = torch.empty(size, dtype=dtype, device=value.device)
         return self._noted(editing.add_input(self.graph, name, fake))
 
     def _noted(self, node: fx.Node) -> fx.Node:
@@ -221,9 +224,11 @@ class WholeGraphBuilder:
             figures = {}
         self.checked = self.verdict if plan.judges else None
         for number, judge in enumerate(plan.judges):
-            figure = figures.get(number)
-            if figure is not None:
-                self._insert_judge(judge, figure)
+            if judge.is_of_loss:
+                self._insert_judge(judge, *self._mean_loss())
+            elif number in figures:
+                (one,) = self._compute(lambda f: [torch.ones_like(f)], [figures[number]])
+                self._insert_judge(judge, figures[number], one)
 
     def _scaled(self, gradient: fx.Node, factor: fx.Node) -> fx.Node:
         def scale(g: Tensor, f: Tensor) -> list[Tensor]:
@@ -232,9 +237,22 @@ class WholeGraphBuilder:
 
         return self._compute(scale, [gradient, factor])[0]
 
-    def _insert_judge(self, judge: InGraphJudge, figure: fx.Node) -> None:
-        (one,) = self._compute(lambda f: [torch.ones_like(f)], [figure])
-        values, *states = self._splice(judge.trace(value_of(figure)), [figure, one])
+    def _mean_loss(self) -> list[fx.Node]:
+        """Return the mean loss of the micro-batches so far, and their number."""
+        own = [self.outputs[n] for n in self.joined.losses]
+
+        def mean(*values: Tensor) -> list[Tensor]:
+            losses, earlier = values[: len(own)], values[len(own) :]
+            total = torch.stack([loss.reshape(()).to(torch.float64) for loss in losses]).sum()
+            number = torch.ones_like(total)
+            for sums in earlier:
+                total, number = total + sums[0], number + sums[1]
+            return [total / number, number]
+
+        return self._compute(mean, [*own, *([] if self.losses is None else [self.losses])])
+
+    def _insert_judge(self, judge: InGraphJudge, figure: fx.Node, number: fx.Node) -> None:
+        values, *states = self._splice(judge.trace(value_of(figure), value_of(number)), [figure, number])
         self.judged.append((values, states))
         (spike,) = self._compute(lambda v: [v[2].to(torch.float32)], [values])
         self.add_verdict(spike)

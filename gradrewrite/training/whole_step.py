@@ -60,7 +60,8 @@ class WholeStep:
         training = self._training
         key: Hashable = tuple(training.sums)
         if not training.accumulates:
-            key = update.has_verdict, update.key_of_plan(), key, self._key_of_scale()
+            has_losses = training.losses is not None
+            key = update.has_verdict, has_losses, update.key_of_plan(), key, self._key_of_scale()
         known = self._compiled.setdefault((training.accumulates, key), [])
         found = next((one for one in known if one.follow(training.optimizer)), None)
         if found is None:
@@ -83,7 +84,7 @@ class WholeStep:
         check_values(self._values_read)
         compiled = self._compiled_for(update)
         snapshot = self._begin(inputs)
-        args = [*inputs, *training.sums.values(), *compiled.verdicts(update, training), *compiled.live(training)]
+        args = [*inputs, *training.sums.values(), *compiled.begin(update, training), *compiled.live(training)]
         written = [args[n] for n in compiled.graph.written]
         results = compiled.run(args, written)
         graph = compiled.graph
@@ -92,6 +93,7 @@ class WholeStep:
             _give_gradients([inputs[n] for n in graph.others], rest)
             rest = rest[len(graph.others) :]
         if training.accumulates:
+            training.note_losses([outputs[n] for n in self._joined.losses])
             training.sums.update(zip(graph.returned, rest, strict=False))
             rest = rest[len(graph.returned) :]
         else:
