@@ -90,6 +90,17 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: _net(
         lambda m, x: m.two(checkpoint(lambda y: m.one(y).tanh().sin(), x, use_reentrant=False)).square().mean()
     ),
+    "checkpoint with dropout": lambda: _net(
+        lambda m, x: m.two(checkpoint(lambda y: m.drop(m.one(y)).tanh(), x, use_reentrant=False)).square().mean(),
+        drop=nn.Dropout(0.5),
+    ),
+    "two checkpoints with dropout": lambda: _net(
+        lambda m, x: m.two(
+            checkpoint(lambda y: m.drop(y).sin(), checkpoint(lambda y: m.drop(m.one(y)).tanh(), x, use_reentrant=False),
+                       use_reentrant=False)
+        ).square().mean(),
+        drop=nn.Dropout(0.5),
+    ),
     "BatchNorm": lambda: _net(lambda m, x: m.two(m.norm(m.one(x)).tanh()).square().mean(), norm=nn.BatchNorm1d(3)),
     "buffers": AllBuffers,
     "no bias": lambda: Lambda(lambda m, x: m.one(x).square().mean(), one=nn.Linear(4, 3, bias=False)),
