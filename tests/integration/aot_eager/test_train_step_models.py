@@ -406,10 +406,11 @@ def test_resumed(make: Any) -> None:
         second.same(second.optimizer.state_dict(), first.optimizer.state_dict(), "resumed")
 
 
-def test_a_clip_that_meets_accumulated_gradients_warns() -> None:
+@pytest.mark.parametrize("action", [ClipByGlobalNorm(0.1), ClipByNorm(0.1)])
+def test_a_clip_that_meets_accumulated_gradients_warns(action: Any) -> None:
     texts = []
     for is_one in (True, False):
-        model = gr.transform(SquaredTwoLayers().double(), [gr.on("gradient:*", ClipByGlobalNorm(0.1))])
+        model = gr.transform(SquaredTwoLayers().double(), [gr.on("gradient:*", action)])
         optimizer = sgd(model.parameters())
         step = gr.train_step(model, optimizer, compile=False)
         step(batch(0))
