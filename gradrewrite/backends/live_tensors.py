@@ -44,7 +44,7 @@ class LiveForms:
 
     def number(self) -> int:
         """Return the number of changes so far; code compiled for another number is out of date."""
-        if any((tensor := ref()) is not None and form_of(tensor) != form for ref, form in self._known):
+        if self._known and any((t := ref()) is not None and form_of(t) != form for ref, form in self._known):
             self._known.clear()
             self._number += 1
         return self._number

@@ -45,6 +45,7 @@ class ModelState:
         self.engine: Engine = AotEager()
         self.compile_options: Mapping[str, Any] = {}
         self._is_dropped = False
+        self.generation = 0  # of its compiled functions
         self._use = UseOfModel(original)
         self._hooked = HookedForwards()
         self._is_sharded = False
@@ -90,6 +91,7 @@ class ModelState:
 
     def _begin(self, entry_points: dict[str, EntryPoint]) -> None:
         self._entries = entry_points
+        self.generation += 1
         self._hooks = HookWatch(self.original)
         if self.regions is not None:
             self.regions.forget()
@@ -160,6 +162,18 @@ class ModelState:
         plain = type(self.original)
         hooked = self._hooked.around(lambda *a, **k: self._call(model, method, a, k), model, plain, plain.__name__)
         return nn.Module.__call__(hooked, *args, **kwargs)
+
+    def follow(self) -> int:
+        """Follow changes of the policy and of hooks before a training step; return the generation of compiled code.
+
+        RuntimeError where the policy was taken off.
+        """
+        self._use.note()
+        if self.session.has_other_policy:
+            self._watch.remove()
+            self._install(self.session.config, self.compile_options, self.engine)
+        self._prepare()
+        return self.generation
 
     def _follow_values(self) -> None:
         """Use the regions' code for the present Python values."""

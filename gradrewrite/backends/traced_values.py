@@ -66,7 +66,10 @@ class TracedValues:
 
     def number(self) -> int:
         """Return the number of the present set; CallbackError for too many."""
-        changed = self._first_change(self._sets[self._current])
+        known = self._sets[self._current]
+        if not (known.functions or known.callbacks) and len(self._sets) == 1:
+            return self._current
+        changed = self._first_change(known)
         if changed is None:
             return self._current
         for number, known in enumerate(self._sets):

@@ -160,10 +160,14 @@ class GuardedUpdate:
         given = self.may_have_actions, self._tensors.may_act
         return replace(plan, change=change, ratios=ratios, may_act=given[0], observes=given[1])
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether there may be actions at step sites or behind the update, or ratios are measured."""
+        return self.may_have_actions or (self._ratios is not None and self._step_sites is not None)
+
     def key_of_plan(self) -> Hashable:
         """Return the measurements of the next update and the Python values of functions: the key of its plan."""
-        if self._step_sites is None or not (self.may_have_actions or self._ratios is not None):
-            return None
+        assert self._step_sites is not None
         values = tuple([t.session.step_values.number() for t in self._targets if t.session is not None])
         return self._step_sites.measurements(), values, self._ratios is not None and self._is_due(1)
 

@@ -193,6 +193,8 @@ class TrainStep:
         self._training = Training(inner, watching, sums=watching.accumulated)
         self._engine, self._options = engine, options
         self._session: Session | None = None
+        self._own: EntryPoint | None = None
+        self._generation = -1  # of the model's compiled code, when the entry points were made
         self._in_two_phases: EntryPoint | None = None  # None where a call of the model is
         self._is_begun = False  # whether a graph has made an update
         self._num_graphs = -1  # of the session, when its rules were checked
@@ -216,14 +218,13 @@ class TrainStep:
         return self._call(args, kwargs, accumulates=True)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> Any:
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self._call(args, kwargs, accumulates=accumulates)
         training = self._training
         training.accumulates = accumulates
         entry = self._entry()
         training.take_gradients()
-        gradients = torch.is_grad_enabled()
-        if not gradients:
-            with torch.enable_grad():
-                return self._call(args, kwargs, accumulates=accumulates)
         if not self._is_begun and not accumulates and self._begins_in_two_phases():
             return self._run_two_phases(args, kwargs)
         try:
@@ -276,10 +277,10 @@ class TrainStep:
         return _detached(result)
 
     def _entry(self) -> EntryPoint:
-        """Return the compiled function around the model; another one after a change of the policy."""
-        state = self._state
-        if self._session is not state.session or self._training.follow():
-            self._is_begun, self._num_graphs = False, -1
+        """Return the compiled function around the model; another one after a change of policy or parameters."""
+        state, generation = self._state, self._state.follow()
+        if self._own is None or self._generation != generation or self._training.follow():
+            self._is_begun, self._num_graphs, self._generation = False, -1, generation
             self._session = state.session
             self._own = self._new_entry(state, _TrainingEngine(self._engine, self._training), self._options)
             if self._compute_loss is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradrewrite.optimizer.guard import Guard
+from gradrewrite.optimizer.update import GuardedUpdate
 
 
 class StateMissing(BaseException):  # not an Exception: torch wraps those
@@ -28,12 +29,19 @@ class Training:
     )  # accumulated gradients, by position of the parameter
     losses: Tensor | None = None  # sum and number of the losses of micro-batches, ``[2]`` float64
     num_losses: int = 0
+    _update: GuardedUpdate | None = None
     num_backwards: int = 0
 
     @functools.cached_property
     def parameters(self) -> list[Tensor]:
         """The parameters of the optimizer."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def update(self) -> GuardedUpdate:
+        """Return the guarded update, of several models where they are now."""
+        if self._update is None or len(self.guard.targets) > 1:
+            self._update = self.guard.follow_in_graph()
+        return self._update
 
     def next_backward(self) -> int:
         """Return a number for a backward, unlike those of autograd."""
@@ -45,6 +53,7 @@ class Training:
         has_changed = len(self.parameters) != sum([len(group["params"]) for group in self.optimizer.param_groups])
         if has_changed:
             del self.parameters
+            self._update = None
         return has_changed
 
     def note_losses(self, losses: list[Tensor]) -> None:

@@ -41,13 +41,14 @@ class WholeStep:
         self._values_read = compilation.values_read
         self._is_checked = bool(self._outputs.checks)
         self._is_replayed = compilation.is_replayed
+        self._has_plan = training.update().has_plan
         self._compiled: dict[Hashable, list[CompiledStep]] = {}
         known = {id(p): n for n, p in enumerate(training.parameters)}
         given = {n: one.parameter() for n, one in compilation.inputs.items() if one.parameter is not None}
         self._inputs = {known[id(p)]: n for n, p in given.items() if id(p) in known and n in joined.gradients}
         self._refs = [weakref.ref(training.parameters[n]) for n in self._inputs]
         self._tangents = {name: VersionedRef(self._tangent(*known), 0) for name, known in joined.tangents.items()}
-        self._compiled_for(training.guard.follow_in_graph())
+        self._compiled_for(training.update())
 
     def _tangent(self, is_of_loss: bool, fake: Tensor) -> Tensor:
         """Return the gradient of an output, for replays; without memory of its own."""
@@ -64,7 +65,9 @@ class WholeStep:
         key: Hashable = tuple(training.sums)
         if not training.accumulates:
             has_losses = training.losses is not None
-            key = update.has_verdict, has_losses, update.key_of_plan(), key, self._key_of_scale()
+            plan = update.key_of_plan() if self._has_plan else None
+            scale = None if self._session.config.loss_scale is None else self._key_of_scale()
+            key = update.has_verdict, has_losses, plan, key, scale
         known = self._compiled.setdefault((training.accumulates, key), [])
         found = next((one for one in known if one.follow(training.optimizer)), None)
         if found is None:
@@ -83,8 +86,9 @@ class WholeStep:
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run the step; return the outputs of the model."""
         training, session = self._training, self._session
-        update = training.guard.follow_in_graph()
-        check_values(self._values_read)
+        update = training.update()
+        if self._values_read:
+            check_values(self._values_read)
         compiled = self._compiled_for(update)
         snapshot = self._begin(inputs)
         args = [*inputs, *training.sums.values(), *compiled.begin(update, training), *compiled.live(training)]
