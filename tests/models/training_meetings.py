@@ -254,7 +254,9 @@ MEETINGS: Mapping[str, Meeting] = {
     "a state at a gradient": Meeting(lambda: on("gradient:one.weight", _state()), records=False),
     "a state at a step": Meeting(lambda: on("step:one.weight", _state()), records=False),
     "what leaves a function": Meeting(lambda: on("error:one", _vector), acts=False),
-    "a schedule": Meeting(lambda: on("error:one", ClipByValue(gr.Schedule(lambda step: 0.1 / (1 + step)))), records=False),
+    "a schedule": Meeting(
+        lambda: on("error:one", ClipByValue(gr.Schedule(lambda step: 0.1 / (1 + step)))), records=False
+    ),
     "a schedule at steps": Meeting(
         lambda: on("step:*", ClipByGlobalNorm(gr.Schedule(lambda step: 0.1 / (1 + step))))
     ),
