@@ -132,7 +132,7 @@ class Pair:
         self.same(list(map(_parts, [*earlier, output])), list(map(_parts, [*references, reference])), "output")
         assert all(not t.requires_grad for t in pytree.tree_leaves(_parts(output)) if isinstance(t, Tensor))
         assert all(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
-        self.losses.append(float(self._loss_value(output)))
+        self.losses.append(_number(output))
         self.compare()
         return output
 
@@ -140,12 +140,6 @@ class Pair:
         output = model(*args, **kwargs)
         self._loss(output).backward()
         return pytree.tree_map_only(Tensor, lambda t: t.detach(), _parts(output))
-
-    def _loss_value(self, output: Any) -> float:
-        try:
-            return float(self._loss(output))
-        except (RuntimeError, ValueError, TypeError):  # detached losses
-            return math.nan
 
     def compare(self) -> None:
         """Compare parameters, buffers, the state of the optimizers, and the last records."""
@@ -225,6 +219,14 @@ class Pair:
 def _parts(output: Any) -> Any:
     """Return an output, of a dataclass its fields."""
     return dict(vars(output)) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
+
+
+def _number(output: Any) -> float:
+    """Return the loss of an output; NaN of several, of which nothing tells."""
+    try:
+        return float(loss_of(output))
+    except (RuntimeError, ValueError, TypeError):
+        return math.nan
 
 
 def _is_finite(value: Any) -> bool:
