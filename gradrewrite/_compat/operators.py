@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from gradrewrite._compat.versions import needed_for
 with needed_for("the operators of a graph are overloads"):
     from torch._ops import HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
+with needed_for("a partitioned graph draws random numbers again from a state that its forward has saved"):
+    from torch._prims.rng_prims import run_and_save_rng_state
 with needed_for("calls of operators can be watched"):
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +29,17 @@ def is_higher_order(target: object) -> bool:
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def random_states(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return those nodes that are states of a random number generator, saved for what draws again."""
+    found = [n for n in nodes if n.target is operator.getitem and isinstance(n.args[0], fx.Node)]
+    return [n for n in found if n.args[0].target is run_and_save_rng_state and n.args[1] == 0]  # type: ignore[union-attr]
+
+
+def takes_random_state(placeholder: fx.Node) -> bool:
+    """Whether the partitioner has added the input for such a state; the order is that of the states."""
+    return placeholder.name.startswith("rng_state_output_")
 
 
 class RandomNoted(TorchDispatchMode):

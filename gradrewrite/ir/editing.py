@@ -514,7 +514,8 @@ def hold_last(graph: fx.Graph, count: int) -> None:
 def join(forward: fx.GraphModule, backward: fx.GraphModule, num_results: int) -> fx.GraphModule:
     """Return the forward and the backward as one graph, which returns the results of both.
 
-    The backward reads what the forward saves, by name; its other inputs, gradients from outside, become the last ones.
+    The backward reads what the forward saves, by name, and states of random number generators, in their order; its
+    other inputs, gradients from outside, become the last ones.
     """
     graph, attributes = fx.Graph(), _Attributes()
     of_forward: dict[fx.Node, fx.Node] = {}
@@ -523,10 +524,13 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, num_results: int) ->
     saved = [node for node in outputs_of(forward.graph.output_node())[num_results:] if isinstance(node, fx.Node)]
     of_backward: dict[fx.Node, fx.Node] = {}
     known = {node.name: of_forward[node] for node in [*forward.graph.find_nodes(op="placeholder"), *saved]}
+    states = iter(operators.random_states(saved))
     last = graph.find_nodes(op="placeholder")[-1]
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in known:
             of_backward[node] = known[node.name]
+        elif operators.takes_random_state(node):
+            of_backward[node] = of_forward[next(states)]
         else:
             with graph.inserting_after(last):
                 last = of_backward[node] = graph.node_copy(node)

@@ -224,7 +224,7 @@ class GuardedUpdate:
         if self._tensors.may_act:
             self._tensors.warn_of_none(optimizer)
         for found in (changed, self._observed.measure(optimizer, members)):
-            if found is not None:
+            if found is not None and (found[0].packs or found[0].kept):  # else states alone
                 for at in self._attached:
                     at.collect_again(*found, self._number)
 
