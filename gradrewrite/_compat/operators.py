@@ -32,7 +32,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def random_states(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return those nodes that are states of a random number generator, saved for what draws again."""
+    """Return the states of random number generators among nodes."""
     found = [n for n in nodes if n.target is operator.getitem and isinstance(n.args[0], fx.Node)]
     return [n for n in found if n.args[0].target is run_and_save_rng_state and n.args[1] == 0]  # type: ignore[union-attr]
 

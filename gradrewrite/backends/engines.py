@@ -49,10 +49,10 @@ class Engine(Protocol):
         """Compile a graph of ATen nodes without gradients; it may write to its inputs."""
 
     def compile_training_step(self, gm: fx.GraphModule, num_results: int, static: Sequence[int]) -> Runnable:
-        """Compile a graph of a whole training step, which writes to some of its inputs last.
+        """Compile a graph of a whole training step.
 
-        The first results are the user's, the inputs at the positions ``static`` stay at their addresses. The callable
-        takes its inputs in one list, which it may empty.
+        Its last nodes write to inputs. The first results are the user's, the inputs at the positions ``static`` stay at
+        their addresses. The callable takes its inputs in one list, which it may empty.
         """
 
     def compile_body(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Runnable:

@@ -106,7 +106,8 @@ def has_other_hook(parameter: Tensor) -> bool:
 
 
 def _after_accumulation(parameter: Tensor) -> Mapping[int, object] | None:
-    return parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined, no-any-return]
+    hooks: Mapping[int, object] | None = parameter._post_accumulate_grad_hooks
+    return hooks
 
 
 class ParameterWatch:

@@ -133,7 +133,7 @@ def warn_in_parts(
     noisy: Collection[str],
     bounds: Sequence[Edit] = (),
 ) -> None:
-    """Warn once of clips of gradients that are a part of what the optimizer will use."""
+    """Warn once of clips that see a part of a gradient."""
     if bounds:
         session.warnings.warn_once("bounds", warning_of_bounds(bounds))
     for key, text in warnings_in_parts(cause, groups, noisy).items():

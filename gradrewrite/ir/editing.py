@@ -512,7 +512,7 @@ def hold_last(graph: fx.Graph, count: int) -> None:
 
 
 def join(forward: fx.GraphModule, backward: fx.GraphModule, num_results: int) -> fx.GraphModule:
-    """Return the forward and the backward as one graph, which returns the results of both.
+    """Return forward and backward as one graph with the results of both.
 
     The backward reads what the forward saves, by name, and states of random number generators, in their order; its
     other inputs, gradients from outside, become the last ones.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +74,7 @@ class GuardedUpdate:
         self._agreeing: distributed.ProcessGroup | None = None  # ranks that decided on the last update together
         self._warned_of_no_step = False
         self._has_new_gradients = False  # whether a backward has run since the last step
+        self._keys: dict[int, RecordKey] = {}  # of learning rates, by the number of the group
         self.losses = Losses()
 
     @property
@@ -139,7 +139,7 @@ class GuardedUpdate:
         outcome = outcome.with_judgements(judgements)
         for at in self._attached:
             at.collect_first(outcome.outputs, outcome.tensors, self._is_due, self._number)
-            at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
+            at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group, self._keys))
         before = self._ratios.before(optimizer) if self._ratios is not None and self._is_due(1) else []
         if bad is not None:
             self._verdict.count(bad, checked, judgements)
@@ -195,7 +195,7 @@ class GuardedUpdate:
                 at.collect_first(outcome.outputs, outcome.tensors, self._is_due, self._number)
             else:
                 at.begin()
-            at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group))
+            at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group, self._keys))
         if made.bad is not None:
             self._verdict.count(made.bad, made.checked, made.judgements)
         if made.skipped is not None:
@@ -217,7 +217,7 @@ class GuardedUpdate:
     def _report_behind(
         self, optimizer: torch.optim.Optimizer, changed: tuple[BackwardOutputs, list[Tensor]] | None
     ) -> None:
-        """Measure parameters and state, and record what functions there have reported."""
+        """Measure parameters and state; record the reports of functions there."""
         if self._tensors is None or not (changed is not None or self._tensors.may_act):
             return
         _, members = self._members(optimizer)
@@ -414,16 +414,13 @@ def _scale_parameters(outcome: StepOutcome, skipped: Tensor | None) -> None:
             optimizers.foreach_scale(parameters, factor)
 
 
-@functools.cache
-def _key_of_rate(number: int) -> RecordKey:
-    return RecordKey("lr", 1, f"optimizer:{number}")
-
-
-def _learning_rates(optimizer: torch.optim.Optimizer, first: int) -> dict[RecordKey, float]:
+def _learning_rates(optimizer: torch.optim.Optimizer, first: int, keys: dict[int, RecordKey]) -> dict[RecordKey, float]:
     """Numbers, and tensors in host memory; reading one on a device would wait for it."""
     rates: dict[RecordKey, float] = {}
     for number, group in enumerate(optimizer.param_groups, first):
-        rate, key = python_number(group.get("lr")), _key_of_rate(number)
+        if number not in keys:
+            keys[number] = RecordKey("lr", 1, f"optimizer:{number}")
+        rate, key = python_number(group.get("lr")), keys[number]
         if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu"):
             rates[key] = number_of(rate)
     return rates

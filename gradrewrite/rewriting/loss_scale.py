@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,7 @@ class LossScale:
         """Return a loss times the scale."""
         if isinstance(self._source, Tensor):
             return loss * self._source.to(loss.device)
-        return cast(Tensor, self._source.scale(loss))
+        return self._source.scale(loss)
 
     def on(self, device: torch.device) -> Tensor:
         """The scale as a 0-d float32 tensor on a device, as it was at the last ``update``; one tensor a device."""

@@ -52,7 +52,7 @@ class _Numbers:
 
 @dataclass(eq=False)
 class CompiledStep:
-    """A compiled graph, and what it reads beside the inputs of the model."""
+    """A compiled graph and its inputs beside those of the model."""
 
     graph: WholeGraph
     code: Callable[[list[Any]], Any]
@@ -92,7 +92,7 @@ class CompiledStep:
         return cast(Tensor, state[live.key])
 
     def run(self, args: list[Any], written: Sequence[Tensor]) -> list[Any]:
-        """Run the code without gradients; versions of what it writes are for the caller to count."""
+        """Run the code without gradients; the caller counts versions of written tensors."""
         with autograd.no_gradients():
             if not self.keeps_versions:
                 return list(self.code(args))
@@ -109,7 +109,7 @@ def compile_step(
     inputs: Mapping[int, int],
     config: RewriteConfig,
 ) -> CompiledStep:
-    """Compile a joined graph with what follows it in the call at hand.
+    """Compile a joined graph with the accumulation or update behind it.
 
     ``outputs`` are its auxiliary outputs, ``inputs`` the positions of parameters among its inputs, by their positions
     in the optimizer. StateMissing where the first update itself makes the optimizer's state.
@@ -171,4 +171,5 @@ def _scaling(config: RewriteConfig, training: Training) -> Scaling | None:
     device, scaler = training.parameters[0].device, scale.scaler
     if scaler is None:
         return Scaling(scale.on(device))
-    return Scaling(*optimizers.scaling_of(scaler, device), *optimizers.settings_of(scaler))
+    scale_now, tracker = optimizers.scaling_of(scaler, device)
+    return Scaling(scale_now, tracker, *optimizers.settings_of(scaler))

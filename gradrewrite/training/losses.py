@@ -24,7 +24,7 @@ def losses_among(tangents: Mapping[int, fx.Node], paths: Mapping[int, str] | Non
 
 
 def loss_of(value: Any) -> Tensor:
-    """Return the loss of what a model returned, of several their sum; TraceError without one."""
+    """Return the loss among a model's results, of several their sum; TraceError without one."""
     named = [(path, t) for path, t in _named(value, "") if t.requires_grad]
     found = [named[n][1] for n in _choose(named)]
     return found[0] if len(found) == 1 else torch.stack([one.reshape(()) for one in found]).sum()

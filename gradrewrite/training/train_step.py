@@ -202,7 +202,7 @@ class TrainStep:
         self._num_graphs = -1  # of the session, when its rules were checked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train for one step; return what the model returns, detached.
+        """Train for one step; return the model's results, detached.
 
         Raises:
             NonFiniteError: A check that raises failed; the update is left out.
@@ -320,7 +320,7 @@ class TrainStep:
 
 
 def _detached(value: Any) -> Any:
-    """Return what a model returned with its tensors detached, in containers and data classes too."""
+    """Detach the tensors of a result, in containers and data classes too."""
     return value.detach() if isinstance(value, Tensor) else tree_map(_detached_leaf, value)
 
 

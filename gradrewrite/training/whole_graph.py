@@ -53,7 +53,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class UpdateParts:
-    """What follows a joined graph: accumulation or an update."""
+    """The inputs and settings of the part behind a joined graph."""
 
     inputs: Mapping[int, int]  # positions among the inputs of the joined graph, by that of the parameter
     parameters: Sequence[Tensor]  # of the optimizer
@@ -185,7 +185,7 @@ class WholeGraphBuilder:
     def _judge(self, outputs: BackwardOutputs, packs: Sequence[fx.Node]) -> None:
         """Add verdicts on packs: of checks that skip to the verdict, of others that raise beside it."""
         for kind in ("skip", "raise"):
-            rows = outputs.checked.get(kind, ())  # type: ignore[call-overload]
+            rows = outputs.checked.get(kind, ())
             given = [
                 (node, own, len(pack.keys)) for node, own, pack in zip(packs, rows, outputs.packs, strict=False) if own
             ]
@@ -348,7 +348,7 @@ class WholeGraphBuilder:
         (self.ratios,) = self._compute(ratios, [*own, *(self.writes.get(node, node) for node in own)])
 
     def let_skip(self) -> None:
-        """Keep what is written where the verdict is not 0."""
+        """Leave written tensors alone under a verdict other than 0."""
         found = [*self.blocked, *(node for node in (self.verdict, self.found_inf) if node is not None)]
         if not found:
             return

@@ -18,7 +18,7 @@ from gradrewrite.optimizer.spikes import Judgement
 from gradrewrite.optimizer.step_plan import StepPlan
 from gradrewrite.optimizer.step_sites import StepOutcome
 from gradrewrite.optimizer.update import GuardedUpdate, UpdateInGraph
-from gradrewrite.policy.scope import bounds_one_gradient, warning_of_bounds, warnings_in_parts
+from gradrewrite.policy.scope import bounds_one_gradient
 from gradrewrite.policy.state_store import write_states
 from gradrewrite.replay.step_snapshot import StepSnapshot, VersionedRef
 from gradrewrite.training.compiled_step import CompiledStep, compile_step
@@ -39,7 +39,6 @@ class WholeStep:
         self._has_parts = bool(self._bounds or self._outputs.groups)  # of which no part of a sum was met so far
         self._forwards = compilation.forwards
         self._values_read = compilation.values_read
-        self._bounds = compilation.uses.of_backward().bounds
         self._is_checked = bool(self._outputs.checks)
         self._is_replayed = compilation.is_replayed
         self._has_plan = training.update().has_plan
@@ -91,8 +90,6 @@ class WholeStep:
         if self._values_read:
             check_values(self._values_read)
         compiled = self._compiled_for(update)
-        if training.sums and (self._outputs.groups or self._bounds):
-            warn_in_parts(session, "accumulated", self._outputs.groups, self._outputs.noisy, self._bounds)
         snapshot = self._begin(inputs)
         args = [*inputs, *training.sums.values(), *compiled.begin(update, training), *compiled.live(training)]
         written = [args[n] for n in compiled.graph.written]
@@ -123,7 +120,8 @@ class WholeStep:
         training, session = self._training, self._session
         backward = training.next_backward()
         if self._has_parts and any(bool(total.count_nonzero()) for total in training.sums.values()):
-            self._warn_of_parts()
+            self._has_parts = False
+            warn_in_parts(session, "accumulated", self._outputs.groups, self._outputs.noisy, self._bounds)
         if training.accumulates:
             session.note_backward(backward)
             if session.keeps_buffers:
@@ -132,15 +130,6 @@ class WholeStep:
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()
         return self._snapshot(inputs, backward)
-
-    def _warn_of_parts(self) -> None:
-        """Warn of clips in this backward that act on a part of the gradients."""
-        self._has_parts, warnings = False, self._session.warnings
-        if self._bounds:
-            warnings.warn_once("bounds", warning_of_bounds(self._bounds))
-        for key, text in warnings_in_parts("accumulated", self._outputs.groups, self._outputs.noisy).items():
-            warnings.warn_once(key, text)
-        warnings.flush_warnings()
 
     def _snapshot(self, inputs: Sequence[Any], backward: int) -> StepSnapshot | None:
         session = self._session

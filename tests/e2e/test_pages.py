@@ -23,7 +23,7 @@ from gradrewrite.cli import _COMMANDS, parse
 from helpers import ROOT
 
 PAGES = ROOT / "docs"
-RUN = ["guide", "index", "pictures", "report", "diagnosis", "differences", "benchmarks"]
+RUN = ["guide", "index", "pictures", "report", "diagnosis", "differences", "benchmarks", "train-step"]
 TESTED_ELSEWHERE = [
     "audit",
     "backward",
