@@ -164,7 +164,8 @@ def compile_training_step(
     mode = fake_mode_of(fakes)
     given = TracingContext.try_get()
     context = contextlib.nullcontext() if given is not None else tracing(TracingContext(mode))
-    with torch.no_grad(), _config().patch(dict(settings)), V.set_fake_mode(mode), context, combined_kernels(fakes):
+    patches = {**_settings_for_updates(gm), **settings}
+    with torch.no_grad(), _config().patch(patches), V.set_fake_mode(mode), context, combined_kernels(fakes):
         uses_graphs = bool(_config().triton.cudagraphs)
         compiled = compile_fx_inner(
             gm,
@@ -176,6 +177,19 @@ def compile_training_step(
             boxed_forward_device_index=BoxedDeviceIndex(None),
         )
     return cast(Callable[..., Any], compiled)
+
+
+_SMALL = 1 << 20  # bytes of parameters and state, up to which few kernels matter more than memory
+
+
+def _settings_for_updates(gm: fx.GraphModule) -> dict[str, Any]:
+    """Let each update follow its gradient where tensors are large.
+
+    Inductor fuses the updates of tensors of one size, for they read the same step size: then all gradients are alive.
+    """
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    size = sum(node.args[0].meta["val"].nbytes for node in copies)
+    return {"score_fusion_memory_threshold": 64} if size > _SMALL else {}
 
 
 def compile_rewritten(
