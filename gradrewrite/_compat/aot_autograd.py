@@ -246,6 +246,13 @@ def no_autograd_cache() -> contextlib.AbstractContextManager[None]:
     return cast(contextlib.AbstractContextManager[None], functorch_config.patch(enable_autograd_cache=False))
 
 
+def states_of_generators() -> contextlib.AbstractContextManager[None]:
+    """Let recomputed random ops read states of generators that the forward returns, on GPUs too, and no generators."""
+    name = "graphsafe_rng_functionalization"
+    patch = functorch_config.patch({name: False}) if hasattr(functorch_config, name) else contextlib.nullcontext()
+    return cast(contextlib.AbstractContextManager[None], patch)
+
+
 def take_donated() -> tuple[int, ...]:
     """Return the positions of the donated inputs of the backward that was just compiled.
 

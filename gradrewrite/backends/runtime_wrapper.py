@@ -81,7 +81,7 @@ class RewrittenBackward:
         backward = session.recorder.step_backward()
         session.note_backward(backward)
         if use.accumulation.is_accumulating():
-            self._warn_in_parts("accumulated", outputs.groups, outputs.noisy, use.bounds)
+            warn_in_parts(session, "accumulated", outputs.groups, outputs.noisy, use.bounds)
         is_kept = session.may_skip and bool(session.recorder.guards)
         is_checked = bool(outputs.checks) or session.has_checks  # in this graph, or in another one of the step
         snapshot = self._snapshot(use, args) if is_checked or is_kept else None
@@ -108,7 +108,7 @@ class RewrittenBackward:
         if outputs.states:
             session.config.states.write([tensor for _, tensor in outputs.states], states)
         if again and (self.is_whole or "part" not in session.warnings):
-            self._warn_in_parts("again", again, outputs.noisy)
+            warn_in_parts(session, "again", again, outputs.noisy)
         use.accumulation.note_at_end()
         return results
 
@@ -125,18 +125,20 @@ class RewrittenBackward:
                 raise PolicyError(_CHANGED.format(_text(form), _text(form_of(tensor))), code="live-form")
         return [tensor for tensor, _ in self.live]
 
-    def _warn_in_parts(
-        self,
-        cause: Literal["accumulated", "again"],
-        groups: Sequence[str],
-        noisy: Collection[str],
-        bounds: Sequence[Edit] = (),
-    ) -> None:
-        if bounds:
-            self.session.warnings.warn_once("bounds", warning_of_bounds(bounds))
-        for key, text in warnings_in_parts(cause, groups, noisy).items():
-            self.session.warnings.warn_once(key, text)
-        self.session.warnings.flush_warnings()
+
+def warn_in_parts(
+    session: Session,
+    cause: Literal["accumulated", "again"],
+    groups: Sequence[str],
+    noisy: Collection[str],
+    bounds: Sequence[Edit] = (),
+) -> None:
+    """Warn once of clips of gradients that are a part of what the optimizer will use."""
+    if bounds:
+        session.warnings.warn_once("bounds", warning_of_bounds(bounds))
+    for key, text in warnings_in_parts(cause, groups, noisy).items():
+        session.warnings.warn_once(key, text)
+    session.warnings.flush_warnings()
 
 
 def check_values(values: Sequence[FunctionValues]) -> None:

@@ -176,7 +176,8 @@ def join_graphs(
     hooks = _JoiningHooks(compilation, len(gm.graph.find_nodes(op="placeholder")))
     found: Any = nothing_to_train()
     try:
-        engine.compile_rewritten(gm, inputs, hooks)
+        with aot_autograd.states_of_generators():
+            engine.compile_rewritten(gm, inputs, hooks)
     except CaptureComplete as end:
         found = end.result
     if isinstance(found, RewriteError):

@@ -6,11 +6,12 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 from gradrewrite._compat import optimizers
 from gradrewrite.backends.backend import Backend
@@ -233,7 +234,7 @@ class TrainStep:
             return self._run_two_phases(args, kwargs)
         self._is_begun |= not accumulates
         self._look_at_new_graphs()
-        return result
+        return result if isinstance(result, Tensor) and not result.requires_grad else _detached(result)
 
     def _begins_in_two_phases(self) -> bool:
         """Whether the first update itself makes the optimizer's state."""
@@ -258,6 +259,7 @@ class TrainStep:
         training, session = self._training, self._session
         assert session is not None
         scaler = None if session.config.loss_scale is None else session.config.loss_scale.scaler
+        others = self._gradients_of_others()
         training.give_gradients()
         try:
             with torch.enable_grad():
@@ -274,7 +276,14 @@ class TrainStep:
                 scaler.update()
         finally:
             training.optimizer.zero_grad()
+            for parameter, gradient in others:
+                parameter.grad = gradient
         return _detached(result)
+
+    def _gradients_of_others(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the model's parameters outside of the optimizer, with their gradients."""
+        own = set(map(id, self._training.parameters))
+        return [(p, p.grad) for p in self._state.original.parameters() if id(p) not in own]
 
     def _entry(self) -> EntryPoint:
         """Return the compiled function around the model; another one after a change of policy or parameters."""
@@ -303,6 +312,16 @@ class TrainStep:
 
 
 def _detached(value: Any) -> Any:
-    from torch.utils._pytree import tree_map_only
+    """Return what a model returned with its tensors detached, in containers and data classes too."""
+    return value.detach() if isinstance(value, Tensor) else tree_map(_detached_leaf, value)
 
-    return tree_map_only(Tensor, lambda t: t.detach(), value)
+
+def _detached_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    found = copy.copy(value)
+    for one in fields(value):
+        object.__setattr__(found, one.name, _detached(getattr(value, one.name)))
+    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradrewrite._compat import autograd, dynamo_cache, fake_tensors, optimizers
 from gradrewrite.backends.compilation import GraphCompilation
 from gradrewrite.backends.engines import Engine
-from gradrewrite.backends.runtime_wrapper import check_values
+from gradrewrite.backends.runtime_wrapper import check_values, warn_in_parts
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.optimizer.spikes import Judgement
 from gradrewrite.optimizer.step_plan import StepPlan
@@ -39,6 +39,7 @@ class WholeStep:
         self._has_parts = bool(self._bounds or self._outputs.groups)  # of which no part of a sum was met so far
         self._forwards = compilation.forwards
         self._values_read = compilation.values_read
+        self._bounds = compilation.uses.of_backward().bounds
         self._is_checked = bool(self._outputs.checks)
         self._is_replayed = compilation.is_replayed
         self._has_plan = training.update().has_plan
@@ -90,6 +91,8 @@ class WholeStep:
         if self._values_read:
             check_values(self._values_read)
         compiled = self._compiled_for(update)
+        if training.sums and (self._outputs.groups or self._bounds):
+            warn_in_parts(session, "accumulated", self._outputs.groups, self._outputs.noisy, self._bounds)
         snapshot = self._begin(inputs)
         args = [*inputs, *training.sums.values(), *compiled.begin(update, training), *compiled.live(training)]
         written = [args[n] for n in compiled.graph.written]
