@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,17 @@ class LossScale:
         """The GradScaler, if it is one that scales."""
         is_scaling = isinstance(self._source, torch.amp.GradScaler) and self._source.is_enabled()
         return self._source if is_scaling else None  # type: ignore[return-value]
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The tensor, if it is one that the user gave."""
+        return self._source if isinstance(self._source, Tensor) else None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss times the scale."""
+        if isinstance(self._source, Tensor):
+            return loss * self._source.to(loss.device)
+        return cast(Tensor, self._source.scale(loss))
 
     def on(self, device: torch.device) -> Tensor:
         """The scale as a 0-d float32 tensor on a device, as it was at the last ``update``; one tensor a device."""

@@ -24,6 +24,7 @@ from gradrewrite.instrumentation.module_names import STEP
 from gradrewrite.optimizer.guard import Guard, guard
 from gradrewrite.optimizer.step_sites import GUARD
 from gradrewrite.policy.sampling import Measured
+from gradrewrite.rewriting.loss_scale import LossScale
 from gradrewrite.training.joined_graph import join_graphs
 from gradrewrite.training.losses import loss_of
 from gradrewrite.training.prepared_state import prepare_state
@@ -258,7 +259,7 @@ class TrainStep:
         """Run a step as two phases do, op by op unless the model is compiled."""
         training, session = self._training, self._session
         assert session is not None
-        scaler = None if session.config.loss_scale is None else session.config.loss_scale.scaler
+        scale = session.config.loss_scale
         others = self._gradients_of_others()
         training.give_gradients()
         try:
@@ -268,17 +269,24 @@ class TrainStep:
                 )
                 loss = loss_of(result)
                 training.log_losses(loss.detach().clone())
-                (loss if scaler is None else scaler.scale(loss)).backward()
-            if scaler is None:
-                training.optimizer.step()
-            else:
-                scaler.step(training.optimizer)
-                scaler.update()
+                (loss if scale is None else scale.scaled(loss)).backward()
+            self._update_in_two_phases(scale)
         finally:
             training.optimizer.zero_grad()
             for parameter, gradient in others:
                 parameter.grad = gradient
         return _detached(result)
+
+    def _update_in_two_phases(self, scale: LossScale | None) -> None:
+        optimizer, scaler = self._training.optimizer, None if scale is None else scale.scaler
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+            return
+        if scale is not None and scale.factor is not None:
+            for gradient in [p.grad for p in self._training.parameters if p.grad is not None]:
+                gradient.div_(scale.factor.to(gradient.device))
+        optimizer.step()
 
     def _gradients_of_others(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the model's parameters outside of the optimizer, with their gradients."""

@@ -203,7 +203,8 @@ def transient(run: Callable[..., Any], batch: tuple[Tensor, ...]) -> float:
         run(*batch)
     events: Any = found.profiler
     sizes = sorted(
-        ((e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e[0]
+        ((e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e[0],
     )
     now = high = 0
     for _, size in sizes:

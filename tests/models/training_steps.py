@@ -139,7 +139,7 @@ class Pair:
 
     def _backward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         output = model(*args, **kwargs)
-        (self._loss(output) if model is self.two else loss_of(output)).backward()
+        (loss_of if model is self.net else self._loss)(output).backward()
         return pytree.tree_map_only(Tensor, lambda t: t.detach(), _parts(output))
 
     def compare(self) -> None:
