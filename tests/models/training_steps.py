@@ -96,6 +96,7 @@ class Pair:
         self.one = gr.transform(copy.deepcopy(net), policy(), **transform())
         self.two = gr.transform(copy.deepcopy(net), policy(), **transform())
         if compiled:
+            self.one.compile()  # for a first step in two phases
             self.two.compile()
         self.optimizer, self.reference, self._plain = (optimize(m.parameters()) for m in (self.one, self.two, self.net))
         gr.guard(self.reference, self.two, **(guard or {}))
