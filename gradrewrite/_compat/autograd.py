@@ -15,6 +15,8 @@ from gradrewrite._compat.versions import needed_for
 
 with needed_for("one Python function hands a backward to the autograd engine"):
     from torch.autograd.graph import _engine_run_backward
+with needed_for("code may write to tensors without a change of their versions"):
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 with needed_for("the results of torch.vmap can be seen as they are made"):
     from torch._functorch import vmap
 
@@ -55,7 +57,7 @@ def refuse_second_backward(error: Callable[[], Exception]) -> None:
 
 
 increment_versions = torch.autograd.graph.increment_version  # of tensors that code has written without autograd
-versions_kept = torch.autograd._unsafe_preserve_version_counter  # inside a block, of a sequence of tensors
+versions_kept = _unsafe_preserve_version_counter  # inside a block, of a sequence of tensors
 
 
 class no_gradients:

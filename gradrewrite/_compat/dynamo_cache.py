@@ -193,7 +193,9 @@ class _Frames:
         times = len({id(self._backend), *(id(entry.backend) for entry in entries if not _is_dropped(entry))})
         more = sum(_is_dropped(entry) for entry in entries)
         # Two events of the profiler in each call take as long as the call of a small model's code.
-        silent: dict[str, Any] = {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
+        silent: dict[str, Any] = (
+            {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
+        )
         patch = dynamo_config.patch(
             **silent,
             recompile_limit=dynamo_config.recompile_limit * times + more,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, distributed, fx
 
 from gradrewrite.ir.record_key import RecordKey
 from gradrewrite.optimizer.spikes import Judging
@@ -54,5 +54,6 @@ class StepPlan:
     held: Mapping[int, tuple[Insertion, ...]] = field(default_factory=dict)
     change: ChangePlan | None = None
     ratios: tuple[tuple[int, RecordKey], ...] = ()  # of updates, by position of the parameter
+    group: distributed.ProcessGroup | None = None  # ranks that skip together
     may_act: bool = False  # whether a policy may have actions at step sites, at parameters or at state
     observes: bool = False  # whether parameters or state may be measured

@@ -158,7 +158,8 @@ class GuardedUpdate:
         change = self._changed.plan(optimizer, Work(*self._members(optimizer), plan.held, at_steps))
         ratios = self._ratios.keys(optimizer) if self._ratios is not None and self._is_due(1) else ()
         given = self.may_have_actions, self._tensors.may_act
-        return replace(plan, change=change, ratios=ratios, may_act=given[0], observes=given[1])
+        group = self._verdict.agreeing([p for group in optimizer.param_groups for p in group["params"]])
+        return replace(plan, change=change, ratios=ratios, group=group, may_act=given[0], observes=given[1])
 
     @property
     def has_plan(self) -> bool:
@@ -196,7 +197,10 @@ class GuardedUpdate:
             else:
                 at.begin()
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group, self._keys))
+        self._agreeing = plan.group
         if made.bad is not None:
+            if plan.group is not None:
+                self._verdict.note_agreement()
             self._verdict.count(made.bad, made.checked, made.judgements)
         if made.skipped is not None:
             for written in self._written_buffers:

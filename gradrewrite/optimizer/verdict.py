@@ -135,12 +135,8 @@ class UpdateVerdict:
     def ballot(self, optimizer: torch.optim.Optimizer, bad: Tensor | None) -> Ballot | None:
         """Return the verdicts of this rank, for the ranks that skip together; None where there are no others."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        group = self._process_group
+        group = self.agreeing(parameters)
         if group is None:
-            around = next((g for a in self._attached if (g := a.recorder.links.process_group) is not None), None)
-            group = self._groups.of_tensors(parameters, around)
-            self._check_all_agree(group, around)
-        if group is None or group.size() == 1:
             return None
         refs = [a.recorder.links.data_parallel for a in self._attached]
         around_model = [module for ref in refs if ref is not None and (module := ref())]
@@ -150,6 +146,19 @@ class UpdateVerdict:
         optimizers.check_unmixed(optimizer)
         found_inf = optimizer.__dict__.get("found_inf")  # a GradScaler's
         return Ballot(group, [bad, found_inf], device)
+
+    def agreeing(self, parameters: Sequence[Tensor]) -> distributed.ProcessGroup | None:
+        """Return the ranks that skip together; None where there are no others."""
+        group = self._process_group
+        if group is None:
+            around = next((g for a in self._attached if (g := a.recorder.links.process_group) is not None), None)
+            group = self._groups.of_tensors(parameters, around)
+            self._check_all_agree(group, around)
+        return None if group is None or group.size() == 1 else group
+
+    def note_agreement(self) -> None:
+        """Other ranks have a say in the verdicts."""
+        self._is_agreed = True
 
     def _check_all_agree(self, group: distributed.ProcessGroup | None, around: distributed.ProcessGroup | None) -> None:
         """Raise PolicyError where ranks with equal parameters may disagree on a skip."""

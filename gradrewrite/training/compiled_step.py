@@ -158,6 +158,8 @@ def _insert_update(
     builder.scale_parameters(plan)
     if plan.change is not None:
         builder.change(plan.change, gradients, state)
+    if plan.group is not None:
+        builder.agree(plan.group)
     builder.let_skip()
     if plan.ratios:
         builder.measure_ratios([n for n, _ in plan.ratios])

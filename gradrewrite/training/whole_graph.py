@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, distributed, fx
 
+from gradrewrite._compat import collectives
 from gradrewrite.ir import editing
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
@@ -347,6 +348,12 @@ class WholeGraphBuilder:
         own = [self.parameter(n) for n in members]
         (self.ratios,) = self._compute(ratios, [*own, *(self.writes.get(node, node) for node in own)])
 
+    def agree(self, group: distributed.ProcessGroup) -> None:
+        """Let ranks that skip together have one verdict."""
+        if self.verdict is not None:
+            run = _largest_of(group)
+            (self.verdict,) = self._compute(run, [self.verdict])
+
     def let_skip(self) -> None:
         """Leave written tensors alone under a verdict other than 0."""
         found = [*self.blocked, *(node for node in (self.verdict, self.found_inf) if node is not None)]
@@ -411,6 +418,10 @@ def _verdict_on(rows: Sequence[tuple[Sequence[int], int]]) -> Callable[..., list
         return [torch.stack([one.to(packs[0].device) for one in found]).any().to(torch.float32)]
 
     return verdict
+
+
+def _largest_of(group: distributed.ProcessGroup) -> Callable[[Tensor], list[Tensor]]:
+    return lambda verdict: [collectives.wait(collectives.begin_max(verdict, group))]
 
 
 def _scaled_by(factor: Any) -> Callable[[Tensor], list[Tensor]]:

@@ -170,7 +170,8 @@ class Pair:
             for per in ("backward", "step"):
                 self.same(one.history(address, per=per), two.history(address, per=per), f"{address}, per {per}")
         kept = ({str(site): tensor for site, tensor in monitor.kept().items()} for monitor in (one, two))
-        self.same(*kept, "kept")
+        one_kept, two_kept = kept
+        self.same(one_kept, two_kept, "kept")
         self.same(gr.state_dict(self.one), gr.state_dict(self.two), "gr.state_dict")
         assert self.differs() is acts
 

@@ -228,7 +228,9 @@ def test_spikes_of_the_loss(micro: int) -> None:
     assert pair.one.monitor.skipped == pair.two.monitor.skipped == 1
     for address in pair.two.monitor.latest():
         if "@step:" in address:
-            pair.same(*(m.monitor.history(address, per="step") for m in (pair.one, pair.two)), address)
+            pair.same(
+                pair.one.monitor.history(address, per="step"), pair.two.monitor.history(address, per="step"), address
+            )
 
 
 def test_consecutive_skips_end_the_run() -> None:
