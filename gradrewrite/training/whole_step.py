@@ -18,7 +18,6 @@ from gradrewrite.optimizer.spikes import Judgement
 from gradrewrite.optimizer.step_plan import StepPlan
 from gradrewrite.optimizer.step_sites import StepOutcome
 from gradrewrite.optimizer.update import GuardedUpdate, UpdateInGraph
-from gradrewrite.policy.scope import bounds_one_gradient, warning_of_bounds, warnings_in_parts
 from gradrewrite.policy.state_store import write_states
 from gradrewrite.replay.step_snapshot import StepSnapshot, VersionedRef
 from gradrewrite.training.compiled_step import CompiledStep, compile_step
@@ -35,8 +34,6 @@ class WholeStep:
         self._training, self._engine, self._joined = training, engine, joined
         self._session = compilation.session
         self._outputs = compilation.result.outputs
-        self._bounds = tuple(filter(bounds_one_gradient, compilation.result.edits))
-        self._has_parts = bool(self._bounds or self._outputs.groups)  # of which no part of a sum was met so far
         self._forwards = compilation.forwards
         self._values_read = compilation.values_read
         self._bounds = compilation.uses.of_backward().bounds
@@ -122,8 +119,6 @@ class WholeStep:
         """Tell of a backward; return the inputs of a replay, if there may be one."""
         training, session = self._training, self._session
         backward = training.next_backward()
-        if self._has_parts and any(bool(total.count_nonzero()) for total in training.sums.values()):
-            self._warn_of_parts()
         if training.accumulates:
             session.note_backward(backward)
             if session.keeps_buffers:
@@ -132,15 +127,6 @@ class WholeStep:
         if session.config.loss_scale is not None:
             session.config.loss_scale.update()
         return self._snapshot(inputs, backward)
-
-    def _warn_of_parts(self) -> None:
-        """Warn of clips in this backward that act on a part of the gradients."""
-        self._has_parts, warnings = False, self._session.warnings
-        if self._bounds:
-            warnings.warn_once("bounds", warning_of_bounds(self._bounds))
-        for key, text in warnings_in_parts("accumulated", self._outputs.groups, self._outputs.noisy).items():
-            warnings.warn_once(key, text)
-        warnings.flush_warnings()
 
     def _snapshot(self, inputs: Sequence[Any], backward: int) -> StepSnapshot | None:
         session = self._session
