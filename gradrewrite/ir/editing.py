@@ -524,13 +524,18 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, num_results: int) ->
     saved = [node for node in outputs_of(forward.graph.output_node())[num_results:] if isinstance(node, fx.Node)]
     of_backward: dict[fx.Node, fx.Node] = {}
     known = {node.name: of_forward[node] for node in [*forward.graph.find_nodes(op="placeholder"), *saved]}
-    states = iter(operators.random_states(saved))
+    given = backward.graph.find_nodes(op="placeholder")
+    states = operators.random_states(saved)
+    taken = [node for node in given if operators.takes_random_state(node)]
+    known |= {node.name: of_forward[state] for node, state in zip(taken, states, strict=True)}
+    # A stored form that was expanded has another name; torch keeps the order of saved tensors.
+    tensors = [node for node in saved if node not in states and isinstance(node.meta["val"], Tensor)]
+    own = [node for node in given if node not in taken and isinstance(node.meta["val"], Tensor)]
+    known = {node.name: of_forward[tensor] for node, tensor in zip(own, tensors, strict=False)} | known
     last = graph.find_nodes(op="placeholder")[-1]
-    for node in backward.graph.find_nodes(op="placeholder"):
+    for node in given:
         if node.name in known:
             of_backward[node] = known[node.name]
-        elif operators.takes_random_state(node):
-            of_backward[node] = of_forward[next(states)]
         else:
             with graph.inserting_after(last):
                 last = of_backward[node] = graph.node_copy(node)

@@ -198,15 +198,7 @@ class GuardedUpdate:
                 at.begin()
             at.recorder.add_host_values(_learning_rates(optimizer, at.seat.first_group, self._keys))
         self._agreeing = plan.group
-        if made.bad is not None:
-            if plan.group is not None:
-                self._verdict.note_agreement()
-            self._verdict.count(made.bad, made.checked, made.judgements)
-        if made.skipped is not None:
-            for written in self._written_buffers:
-                written.restore_present(made.skipped)
-        if made.judgements:
-            remember(made.judgements, made.skipped)
+        self._count_in_graph(made)
         optimizers.note_step(optimizer)
         try:
             if plan.observes or made.behind is not None:
@@ -217,6 +209,18 @@ class GuardedUpdate:
             self._add_late(tuple(key for _, key in plan.ratios), made.ratios)
         if made.bad is not None:
             self._verdict.look_at_counts()
+
+    def _count_in_graph(self, made: UpdateInGraph) -> None:
+        """Count an update, restore buffers and write the states of judges by its verdicts."""
+        if made.bad is not None:
+            if self._agreeing is not None:
+                self._verdict.note_agreement()
+            self._verdict.count(made.bad, made.checked, made.judgements)
+        if made.skipped is not None:
+            for written in self._written_buffers:
+                written.restore_present(made.skipped)
+        if made.judgements:
+            remember(made.judgements, made.skipped)
 
     def _report_behind(
         self, optimizer: torch.optim.Optimizer, changed: tuple[BackwardOutputs, list[Tensor]] | None

@@ -48,6 +48,9 @@ class WholeStep:
         self._inputs = {known[id(p)]: n for n, p in given.items() if id(p) in known and n in joined.gradients}
         self._refs = [weakref.ref(training.parameters[n]) for n in self._inputs]
         self._tangents = {name: VersionedRef(self._tangent(*known), 0) for name, known in joined.tangents.items()}
+        scale = self._session.config.loss_scale
+        if scale is not None and scale.scaler is not None:  # so that the first micro-batch has its scale
+            optimizers.scaling_of(scale.scaler, training.parameters[0].device)
         self._compiled_for(training.update())
 
     def _tangent(self, is_of_loss: bool, fake: Tensor) -> Tensor:
