@@ -19,7 +19,7 @@ from gradrewrite.policy.rules import patterns_of_uses
 from gradrewrite.policy.state_store import StateStore
 from gradrewrite.testing import _Hooked
 
-from models.compositions import GROUPS, LAST, STEPS, Composition, Net, batch, equalize
+from models.compositions import GROUPS, IN_ONE_GRAPH, LAST, STEPS, Composition, Net, batch, equalize
 
 Result = dict[str, Tensor]
 
@@ -38,8 +38,14 @@ def run_rewritten(one: Composition, *, compiled: bool = False) -> list[Result]:
             for optimizer, state in zip(optimizers, kept[1], strict=True):
                 optimizer.load_state_dict(state)
             gr.load_state_dict(owner, kept[2])
-        _before_step(one, model, optimizers, number, run)
+        _before_step(one, model, optimizers, number, owner if one.way == IN_ONE_GRAPH else run)
         batches = one.batches(model, number)
+        if one.way == IN_ONE_GRAPH:
+            *earlier, last = batches
+            for x in earlier:
+                run.accumulate(x)
+            run(last)
+            continue
         losses = [run(x) for x in batches] if one.loop == "two forwards" else []
         for loss in losses or map(run, batches):
             total = total_of(loss)
@@ -103,6 +109,9 @@ def _rewritten(
     if compiled:
         rewritten.compile()
     guarded = [gr.guard(o, rewritten) for o in optimizers]
+    if one.way == IN_ONE_GRAPH:
+        loss = (lambda model, x: total_of(model(x))) if one.windows else None
+        return gr.train_step(rewritten, guarded[0], compute_loss=loss, compile=compiled), rewritten, guarded
     if one.way == "methods":
         return lambda x: rewritten.finish(rewritten.features(x)), rewritten, guarded
     return rewritten, rewritten, guarded
@@ -322,8 +331,11 @@ def assert_same(one: Composition, *, compiled: bool = False) -> None:
         return
     near = 1e-3 if any(action.startswith("Store") for *_, action in one.rules) else 1e-8
     near = 1e-3 if one.loop == "moved" else near
-    pairs = zip(run_rewritten(one, compiled=compiled), run_reference(one), strict=True)
-    for number, (got, wanted) in enumerate(pairs):
+    got_all, wanted_all = run_rewritten(one, compiled=compiled), run_reference(one)
+    if one.way == IN_ONE_GRAPH:  # which has no gradients to compare
+        wanted_all = wanted_all[-1:]
+    first = STEPS + 1 - len(wanted_all)
+    for number, (got, wanted) in enumerate(zip(got_all, wanted_all, strict=True), first):
         where = f"gradients of step {number}" if number < STEPS else "the model afterwards"
         assert got.keys() >= wanted.keys(), f"{where}: {sorted(wanted.keys() - got.keys())}\n{one.text}"
         finite = [float(t.abs().max()) for t in wanted.values() if t.is_floating_point() and t.isfinite().all()]

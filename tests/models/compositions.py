@@ -275,6 +275,7 @@ LOOPS = (
     "plain", "accumulated", "evaluated", "retained", "two forwards", "resumed", "bad batch", "spike", "grown", "moved",
 )  # fmt: skip
 WAYS = ("op by op", "dynamic", "regions", "parts", "backend", "methods")
+IN_ONE_GRAPH = "train_step"  # a way to run a third of what would run op by op
 # What no graph break, region or method of its own may stand between.
 WHOLE = ("op by op", "dynamic")
 # Layers whose examples do not mix.
@@ -294,7 +295,7 @@ class Composition:
         tied: Whether the head has the weight of the first layer.
         rules: Kind, pattern and action of each.
         loop: One of ``LOOPS``.
-        way: One of ``WAYS``.
+        way: One of ``WAYS``, or ``IN_ONE_GRAPH``.
         losses: How many the model returns.
         windows: Whether it returns windows, which overlap, and the loss is computed outside.
         split: Whether two optimizers have half of the parameters each.
@@ -360,6 +361,8 @@ class Composition:
         left = (*RECURRENT, *["Convolution"] * (theme == "examples"))  # whose derivative convolves different examples
         can_be_inner = way in WHOLE and not subclass and set(layers).isdisjoint(left)
         inner = can_be_inner and draw.random() < 0.25
+        if way == "op by op" and seed % 3 == 0 and loop != "retained" and not (split or threaded or subclass):
+            way = IN_ONE_GRAPH
         return cls(seed, layers, tied, tuple(rules), loop, way, losses, split, threaded, windows, subclass, inner)
 
     @property
