@@ -27,6 +27,7 @@ Result = dict[str, Tensor]
 def run_rewritten(one: Composition, *, compiled: bool = False) -> list[Result]:
     """Run a composition; the gradients of each step and the state of the model afterwards."""
     model = one.make()
+    run: Any
     run, owner, optimizers = _rewritten(one, model, compiled=compiled)
     found = []
     for number in range(STEPS):
