@@ -116,7 +116,7 @@ def compile_step(
     """
     has_verdict = not training.accumulates and update.has_verdict
     has_losses = not training.accumulates and training.losses is not None
-    parts = UpdateParts(inputs, training.parameters, tuple(training.sums), has_verdict, has_losses, outputs)
+    parts = UpdateParts(inputs, training.parameters, dict(training.sums), has_verdict, has_losses, outputs)
     builder = WholeGraphBuilder(joined, parts)
     gradients = builder.gradients()
     builder.judge_backward()

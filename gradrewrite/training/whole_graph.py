@@ -58,7 +58,7 @@ class UpdateParts:
 
     inputs: Mapping[int, int]  # positions among the inputs of the joined graph, by that of the parameter
     parameters: Sequence[Tensor]  # of the optimizer
-    accumulated: tuple[int, ...] = ()  # parameters with gradients of earlier backwards
+    accumulated: Mapping[int, Tensor] = field(default_factory=dict)  # gradients of earlier backwards, by parameter
     has_verdict: bool = False  # whether an earlier backward had checks that skip
     has_losses: bool = False  # whether there is a sum of earlier losses
     outputs: BackwardOutputs = field(default_factory=BackwardOutputs)  # of the joined graph
@@ -117,8 +117,7 @@ class WholeGraphBuilder:
         editing.set_outputs(self.graph, results)
         self.names: dict[fx.GraphModule, dict[str, str]] = {}  # of nodes by those in the graph that was spliced in
         self.live: dict[fx.Node, Tensor | Place] = {}
-        self.added: list[fx.Node] = []
-        self.sums = {n: self._add_input(f"accumulated_{n}", parts.parameters[n]) for n in parts.accumulated}
+        self.sums = {n: self._add_input(f"accumulated_{n}", total) for n, total in parts.accumulated.items()}
         self.verdict = self._add_flat("verdict", (), torch.float32) if parts.has_verdict else None
         self.losses = self._add_flat("losses", (2,), torch.float64) if parts.has_losses else None
         self.step_results: list[fx.Node] = []
@@ -135,17 +134,13 @@ class WholeGraphBuilder:
         mode = value_of(self.inputs[-1]).fake_mode  # type: ignore[attr-defined]
         with mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return self._noted(editing.add_input(self.graph, name, fake))
+        return editing.add_input(self.graph, name, fake)
 
     def _add_flat(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         value = next(value_of(self.inputs[n]) for n in self.parts.inputs.values())
         with value.fake_mode:  # type: ignore[attr-defined]
             fake = torch.empty(size, dtype=dtype, device=value.device)
-        return self._noted(editing.add_input(self.graph, name, fake))
-
-    def _noted(self, node: fx.Node) -> fx.Node:
-        self.added.append(node)
-        return node
+        return editing.add_input(self.graph, name, fake)
 
     def _compute(self, run: Callable[..., Sequence[Tensor]], nodes: Sequence[fx.Node]) -> list[fx.Node]:
         return editing.compute(self.graph, run, nodes, self.output)[0]

@@ -65,7 +65,7 @@ class WholeStep:
     def _compiled_for(self, update: GuardedUpdate) -> CompiledStep:
         """Return the compiled graph for the call at hand."""
         training = self._training
-        key: Hashable = tuple(training.sums)
+        key: Hashable = tuple([(n, total.stride()) for n, total in training.sums.items()])
         if not training.accumulates:
             has_losses = training.losses is not None
             plan = update.key_of_plan() if self._has_plan else None
