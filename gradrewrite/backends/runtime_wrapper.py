@@ -102,7 +102,7 @@ class RewrittenBackward:
         if self.copies_packs:  # a CUDA graph overwrites all of it
             tensors = [t.clone() for t in (*packs, *kept)]
         else:
-            tensors = [*packs, *_owned(kept, [what for what, *_ in outputs.kept], [*results, *packs])]
+            tensors = [*packs, *owned(kept, [what for what, *_ in outputs.kept], [*results, *packs])]
         update = session.config.states.current
         again = session.recorder.collect(outputs, tensors, checked, use.parameters, session.sampling.is_due, update)
         if outputs.states:
@@ -166,7 +166,7 @@ def _text(form: Form) -> str:
     return f"{dtype} of shape {tuple(size)} and strides {stride} on {device}"
 
 
-def _owned(kept: Sequence[Tensor], kept_as: Sequence[str], others: Sequence[Any]) -> list[Tensor]:
+def owned(kept: Sequence[Tensor], kept_as: Sequence[str], others: Sequence[Any]) -> list[Tensor]:
     """Return kept tensors in memory of their own.
 
     A kept tensor may be a gradient itself, which belongs to autograd, or a view of what others have. Norms and

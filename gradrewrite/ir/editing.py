@@ -592,8 +592,11 @@ def write(graph: fx.Graph, targets: Mapping[fx.Node, fx.Node]) -> None:
 
 
 def _read_late(graph: fx.Graph, written: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the written inputs that are results themselves."""
-    return [node for node in dict.fromkeys(outputs_of(graph.output_node())) if node in written]
+    """Return the results that are written inputs, or views of them."""
+    memory = {fake_tensors.storage_key(node.meta["val"]) for node in written if _has_storage(node.meta["val"])}
+    results = [node for node in dict.fromkeys(outputs_of(graph.output_node())) if isinstance(node, fx.Node)]
+    values = [(node, node.meta.get("val")) for node in results]
+    return [node for node, value in values if _has_storage(value) and fake_tensors.storage_key(value) in memory]
 
 
 def copied_before(node: fx.Node, before: fx.Node) -> fx.Node:

@@ -382,7 +382,7 @@ class WholeGraphBuilder:
         targets = {node.args[0] for node in self.graph.find_nodes(op="call_function", target=aten.copy_.default)}
         live = [tensors[name] for name, _ in lifted]
         first = len(placeholders) - len(live)
-        static = [*sorted(known), *range(first, len(placeholders))]
+        static = [*sorted({*known, *self.joined.written}), *range(first, len(placeholders))]
         return WholeGraph(
             self.gm,
             live,

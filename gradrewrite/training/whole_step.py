@@ -12,7 +12,7 @@ from torch import Tensor
 from gradrewrite._compat import autograd, dynamo_cache, fake_tensors, optimizers
 from gradrewrite.backends.compilation import GraphCompilation
 from gradrewrite.backends.engines import Engine
-from gradrewrite.backends.runtime_wrapper import check_values, warn_in_parts
+from gradrewrite.backends.runtime_wrapper import check_values, owned, warn_in_parts
 from gradrewrite.ir.outputs import BackwardOutputs
 from gradrewrite.optimizer.spikes import Judgement
 from gradrewrite.optimizer.step_plan import StepPlan
@@ -99,6 +99,8 @@ class WholeStep:
         results = compiled.run(args, written)
         graph = compiled.graph
         outputs, rest = results[: graph.num_outputs], results[graph.num_outputs :]
+        if self._engine.overwrites_outputs:  # a CUDA graph does, when it is replayed
+            rest = [t.clone() for t in rest]
         if graph.others:
             _give_gradients([inputs[n] for n in graph.others], rest)
             rest = rest[len(graph.others) :]
@@ -110,7 +112,7 @@ class WholeStep:
             training.sums.clear()
         try:
             if graph.num_backward or self._is_checked or session.sampling.is_in_use:
-                self._report(rest[: graph.num_backward], snapshot)
+                self._report(rest[: graph.num_backward], snapshot, outputs)
             if not training.accumulates:
                 self._report_update(update, compiled, rest[graph.num_backward :])
         finally:  # behind the replay of a check that raises
@@ -147,11 +149,13 @@ class WholeStep:
             session.recorder.keep(backward, snapshot)
         return snapshot
 
-    def _report(self, results: Sequence[Tensor], snapshot: StepSnapshot | None) -> None:
-        """Record the report of the backward, and write states."""
+    def _report(self, results: Sequence[Tensor], snapshot: StepSnapshot | None, returned: Sequence[Any]) -> None:
+        """Record the report of the backward, and write states; the user has what is returned."""
         session, training = self._session, self._training
         packs, kept, states = self._outputs.split(results)
         outputs, kept = self._outputs.unrolled(packs, kept)
+        if kept:
+            kept = owned(kept, [what for what, *_ in outputs.kept], [*results, *returned])
         number = session.config.states.current
         given = outputs, [*packs, *kept], snapshot if self._is_checked else None, self._refs
         session.recorder.collect_whole(*given, session.sampling.is_due, number, notes_verdicts=training.accumulates)
