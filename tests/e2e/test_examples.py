@@ -23,6 +23,7 @@ EXAMPLES = {
     "forces": (STEPS, "plain, no close pair mean error of a force 0.", None),
     "gradient_penalty": (STEPS, "made by the backward of /sqrt, gradient_penalty.py:", None),
     "physics_informed": (STEPS, "AlignedMTL ", None),
+    "reinforce": ([*STEPS, "--eager"], "one graph  mean reward -0.", None),
     "weight_decay": (STEPS, "Adam               L2 ", None),
     "unused_pooler": (["--steps", "24"], "no gradient: bert.pooler.dense.weight", None),
     "distributed_training": (STEPS, "1 processes, outside", None),
@@ -68,6 +69,16 @@ def test_example(
 
     assert wanted in capsys.readouterr().out
     assert written is None or (tmp_path / written).stat().st_size > 0
+
+
+@pytest.mark.sample(4)
+def test_an_actor_learns_alike_in_one_graph() -> None:
+    from gradrewrite.examples import reinforce
+
+    ways = reinforce.in_one_graph, reinforce.in_two_phases
+    one, two = (reinforce.train(make, 60, compiled=False)[0] for make in ways)
+    assert one[:5] == pytest.approx(two[:5], rel=1e-4)  # then a push may differ by rounding
+    assert min(sum(one[-6:]), sum(two[-6:])) > 0.6 * sum(one[:6])
 
 
 @pytest.mark.sample(12)
