@@ -17,7 +17,7 @@ from gradrewrite.backends.parameter_watch import methods_that_use
 from gradrewrite.backends.rule_checks import RuleChecks
 from gradrewrite.backends.traced_values import TracedValues
 from gradrewrite.backends.written_buffers import WrittenBuffers
-from gradrewrite.instrumentation.module_names import InputNames, ModuleNames
+from gradrewrite.instrumentation.module_names import STEP, InputNames, ModuleNames
 from gradrewrite.ir.edits import Edit
 from gradrewrite.ir.loop_code import LoopCode
 from gradrewrite.ir.marked_loops import Loop
@@ -77,6 +77,8 @@ class Session:
         awaited = set(self.entry_frames.values())
         if self.config.in_framework and len(awaited) > 1:
             awaited.discard("forward")  # which a framework calls through the other methods while it trains
+        if STEP in self.begun:  # a call of the model is inside
+            awaited.discard("forward")
         if self._has_regions or self.begun.issuperset(awaited):
             self.rules.check()
 

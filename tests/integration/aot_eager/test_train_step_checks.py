@@ -341,6 +341,19 @@ def test_a_rule_that_matches_nothing() -> None:
         step(batch(0))
 
 
+def test_a_rule_that_matches_nothing_in_a_loss() -> None:
+    """It is told before anything is changed."""
+    net = nn.Linear(4, 1).double()
+    model = gr.transform(net, [gr.on("error:two", ClipByNorm(1.0))])
+    step = gr.train_step(
+        model, adamw(model.parameters()), compute_loss=lambda m, x: m(x).square().mean(), compile=False
+    )
+    before = net.weight.detach().clone()
+    with pytest.raises(gr.NoSuchSiteError, match="two"):
+        step(batch(0))
+    assert torch.equal(net.weight, before)
+
+
 def test_values_that_functions_read(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"error": 0.01, "step": 0.02}
 
