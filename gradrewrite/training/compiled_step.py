@@ -28,8 +28,8 @@ from gradrewrite.training.whole_graph import Place, Scaling, UpdateParts, WholeG
 class _Numbers:
     """The hyperparameters that a compiled update reads at each call, as one tensor."""
 
-    def __init__(self, update: UpdateGraph) -> None:
-        self._update = update
+    def __init__(self, update: UpdateGraph, optimizer: torch.optim.Optimizer) -> None:
+        self._update, self._is_of_torch = update, is_of_torch(optimizer)
         self.tensor = torch.zeros(len(update.numbers), dtype=torch.float64, device=update.device)
         self._groups: list[list[Any]] = []  # of the optimizer, as they were read
         self._given: list[tuple[int, Tensor]] = []  # those that are tensors of the user's
@@ -37,7 +37,7 @@ class _Numbers:
     def follow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Read the present values; False where the update needs another graph."""
         groups = [list(group.values()) for group in optimizer.param_groups]
-        if groups != self._groups or not is_of_torch(optimizer):
+        if groups != self._groups or not self._is_of_torch:
             if not self._update.fits(optimizer):
                 return False
             self._groups = groups
@@ -149,7 +149,7 @@ def _insert_update(
     builder.run_step(plan, gradients)
     forms = [value_of(gradients[n]) if n in gradients else None for n in range(len(parameters))]
     update = trace_update(optimizer, forms)
-    numbers = _Numbers(update)
+    numbers = _Numbers(update, optimizer)
 
     def state(n: int, key: str) -> Tensor:
         return cast(Tensor, optimizer.state[parameters[n]][key])

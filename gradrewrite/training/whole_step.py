@@ -164,14 +164,17 @@ class WholeStep:
 
     def _report_update(self, update: GuardedUpdate, compiled: CompiledStep, results: Sequence[Tensor]) -> None:
         graph, plan = compiled.graph, compiled.plan
-        outcome = StepOutcome()
+        outcome = _NOTHING
         if plan.rewrite is not None:
             packs, kept, states = plan.rewrite.outputs.split(results[: graph.num_step])
             if states:
                 self._session.config.states.write([tensor for _, tensor in plan.rewrite.outputs.states], states)
             outcome = StepOutcome(plan.rewrite.outputs, [*packs, *kept])
-        made = _update_of(compiled, list(results[graph.num_step :])) if graph.has_report else UpdateInGraph()
+        made = _update_of(compiled, list(results[graph.num_step :])) if graph.has_report else _MADE
         update.end_in_graph(self._training.optimizer, plan, outcome, made)
+
+
+_NOTHING, _MADE = StepOutcome(), UpdateInGraph()
 
 
 def _give_gradients(inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
