@@ -31,7 +31,8 @@ class Actor(nn.Module):
 
     def forward(self, seen: Tensor) -> Tensor:
         """Return log-probabilities ``[rows, 2]``."""
-        return self.net(seen).log_softmax(-1)
+        found: Tensor = self.net(seen).log_softmax(-1)
+        return found
 
 
 @dataclass
