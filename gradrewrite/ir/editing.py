@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -105,7 +105,7 @@ def _plain_value(node: fx.Node) -> Tensor | None:
     return value if _has_storage(value) else None
 
 
-def _has_storage(value: Any) -> bool:
+def _has_storage(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided and not fake_tensors.is_wrapper(value)
 
 
@@ -595,8 +595,9 @@ def _read_late(graph: fx.Graph, written: Collection[fx.Node]) -> list[fx.Node]:
     """Return the results that are written inputs, or views of them."""
     memory = {fake_tensors.storage_key(node.meta["val"]) for node in written if _has_storage(node.meta["val"])}
     results = [node for node in dict.fromkeys(outputs_of(graph.output_node())) if isinstance(node, fx.Node)]
-    values = [(node, node.meta.get("val")) for node in results]
-    return [node for node, value in values if _has_storage(value) and fake_tensors.storage_key(value) in memory]
+    return [
+        node for node in results if _has_storage(v := node.meta.get("val")) and fake_tensors.storage_key(v) in memory
+    ]
 
 
 def copied_before(node: fx.Node, before: fx.Node) -> fx.Node:
