@@ -150,7 +150,7 @@ class WholeStep:
         return snapshot
 
     def _report(self, results: Sequence[Tensor], snapshot: StepSnapshot | None, returned: Sequence[Any]) -> None:
-        """Record the report of the backward, and write states; the user has what is returned."""
+        """Record the report of the backward, and write states; the user has ``returned``."""
         session, training = self._session, self._training
         packs, kept, states = self._outputs.split(results)
         outputs, kept = self._outputs.unrolled(packs, kept)
