@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradrewrite._compat import autograd, optimizers
+from gradrewrite._compat import autograd, fake_tensors, optimizers
 from gradrewrite.backends.engines import Engine
 from gradrewrite.ir.markers import value_of
 from gradrewrite.ir.outputs import BackwardOutputs
@@ -126,7 +126,9 @@ def compile_step(
         returned = builder.accumulate(gradients)
     else:
         has_gradient = [n in gradients for n in range(len(training.parameters))]
-        if not prepare_state(training.optimizer, has_gradient):
+        with fake_tensors.outside_of_transforms():
+            has_state = prepare_state(training.optimizer, has_gradient)
+        if not has_state:
             raise StateMissing
         plan = update.plan(training.optimizer, has_gradient)
         numbers = _insert_update(builder, training, plan, gradients, _scaling(config, training))
@@ -148,8 +150,9 @@ def _insert_update(
         builder.unscale(gradients, scaling)
     builder.run_step(plan, gradients)
     forms = [value_of(gradients[n]) if n in gradients else None for n in range(len(parameters))]
-    update = trace_update(optimizer, forms)
-    numbers = _Numbers(update, optimizer)
+    with fake_tensors.outside_of_transforms():
+        update = trace_update(optimizer, forms)
+        numbers = _Numbers(update, optimizer)
 
     def state(n: int, key: str) -> Tensor:
         return cast(Tensor, optimizer.state[parameters[n]][key])
@@ -173,5 +176,6 @@ def _scaling(config: RewriteConfig, training: Training) -> Scaling | None:
     device, scaler = training.parameters[0].device, scale.scaler
     if scaler is None:
         return Scaling(scale.on(device))
-    scale_now, tracker = optimizers.scaling_of(scaler, device)
+    with fake_tensors.outside_of_transforms():
+        scale_now, tracker = optimizers.scaling_of(scaler, device)
     return Scaling(scale_now, tracker, *optimizers.settings_of(scaler))

@@ -77,7 +77,8 @@ class WholeStep:
             given = self._engine, self._joined, self._outputs, training, update, self._inputs, self._session.config
             with dynamo_cache.compiling(), fake_tensors.outside_of_modes():
                 found = compile_step(*given)
-            found.follow(training.optimizer)
+            with fake_tensors.outside_of_transforms():
+                found.follow(training.optimizer)
             known.insert(0, found)
         return found
 
