@@ -16,7 +16,6 @@ from gradrewrite.diagnostics.ranks import examine_ranks, first_bad_of, read_rank
 from gradrewrite.diagnostics.trials import lines_of
 from gradrewrite.diagnostics.used_gradients import checked_clip
 from gradrewrite.ir.joint_graph import JointGraph
-from gradrewrite.monitoring.monitor import recorder_of
 from gradrewrite.viz._curves import baselines_of, is_monitor, name_of, steps_of
 from gradrewrite.viz._draw import draw, evidence_of
 from gradrewrite.viz._panels import Baseline, panels_of, trials_of
@@ -177,6 +176,8 @@ def _cause(source: Source, health: Health) -> str:
     """Return the root cause of the first step that is not finite, if a monitor has replayed it."""
     if health.first_bad is None or not is_monitor(source):
         return ""
+    from gradrewrite.monitoring.monitor import recorder_of  # there is a monitor: its modules are imported
+
     records = (record for record in recorder_of(source).records if record.step == health.first_bad[1])
     failure = next((record.failure for record in records), None)
     return "" if failure is None else str(failure)

@@ -29,7 +29,8 @@ def test_verdict(tmp_path: Path, kind: str) -> None:
     plain = health_runs.train(kind, tmp_path / "plain.jsonl", clips=False)
     health = viz.report(run, baseline=plain).health
 
-    assert health.verdict.kind == (kind if kind == "clip acts always" else "healthy")  # all others learn
+    told = ("clip acts always", "vanishing")  # a fault though the loss falls; all others learn
+    assert health.verdict.kind == (kind if kind in told else "healthy")
     remarks = health.verdict.remarks
     factors = {row.site: row.median_factor for row in health.sites if row.action}
     if kind == "exploding":  # layers.3 was made too large, so the error of layers.2 is clipped
@@ -38,7 +39,7 @@ def test_verdict(tmp_path: Path, kind: str) -> None:
         assert "In the baseline, the first value that was not finite" in health.first_bad_text
     if kind == "vanishing":  # the layers before do not learn, and the loss falls all the same
         assert set(factors.values()) == {1.0}
-        assert any(text.startswith("Errors vanish on the way back") for text in remarks)
+        assert "Errors vanish on the way back" in health.verdict.text
     if kind == "clip acts always":
         assert max(factors.values()) < 0.1
         assert len(health.verdict.code) == len(factors)
