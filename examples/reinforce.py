@@ -37,7 +37,7 @@ class Actor(nn.Module):
 
 @dataclass
 class Episode:
-    """What carts saw, did and earned: ``[moments * carts, 2]``, ``[moments * carts]`` and ``[moments * carts]``."""
+    """Observations, pushes and advantages: ``[rows, 2]``, ``[rows]`` and ``[rows]``."""
 
     seen: Tensor
     pushes: Tensor
@@ -66,7 +66,7 @@ def play(actor: nn.Module) -> Episode:
 
 
 def loss_of(actor: nn.Module, seen: Tensor, pushes: Tensor, advantages: Tensor) -> Tensor:
-    """Return the loss whose gradient is that of the mean reward, but for its sign."""
+    """Return the loss of a policy gradient."""
     chosen: Tensor = actor(seen).gather(1, pushes[:, None]).squeeze(1)
     return -(chosen * advantages).mean()
 

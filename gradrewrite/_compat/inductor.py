@@ -183,9 +183,9 @@ _SMALL = 1 << 20  # bytes of parameters and state, up to which few kernels matte
 
 
 def _settings_for_updates(gm: fx.GraphModule) -> dict[str, Any]:
-    """Let each update follow its gradient where tensors are large.
+    """Return settings for updates right behind their gradients.
 
-    Inductor fuses the updates of tensors of one size, for they read the same step size: then all gradients are alive.
+    Of large tensors alone: Inductor fuses the updates of tensors of one size, for they read the same step size: then all gradients are alive.
     """
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     size = sum(node.args[0].meta["val"].nbytes for node in copies)

@@ -137,7 +137,7 @@ class EntryPoint:
         return self.train(args, kwargs, model)
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module | None = None) -> Any:
-        """Call the model where a backward follows."""
+        """Call the model for a backward."""
         model = self._model if model is None else model
         self._session.begun.add(self._method)
         self._follow_live_forms()

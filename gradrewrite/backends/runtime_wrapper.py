@@ -142,7 +142,7 @@ def warn_in_parts(
 
 
 def check_values(values: Sequence[FunctionValues]) -> None:
-    """Raise CallbackError where a function's Python values differ from those it was traced with."""
+    """Raise CallbackError for changed Python values of a traced function."""
     changed = first_change(values)
     if changed is not None:
         function, name, value = changed

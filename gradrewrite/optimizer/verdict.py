@@ -148,7 +148,7 @@ class UpdateVerdict:
         return Ballot(group, [bad, found_inf], device)
 
     def agreeing(self, parameters: Sequence[Tensor]) -> distributed.ProcessGroup | None:
-        """Return the ranks that skip together; None where there are no others."""
+        """Return the ranks of common skips; None for this rank alone."""
         group = self._process_group
         if group is None:
             around = next((g for a in self._attached if (g := a.recorder.links.process_group) is not None), None)

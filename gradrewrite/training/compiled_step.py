@@ -35,7 +35,7 @@ class _Numbers:
         self._given: list[tuple[int, Tensor]] = []  # those that are tensors of the user's
 
     def follow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Read the present values; False where the update needs another graph."""
+        """Read the present values; False if another graph is needed."""
         groups = [list(group.values()) for group in optimizer.param_groups]
         if groups != self._groups or not self._is_of_torch:
             if not self._update.fits(optimizer):
@@ -63,7 +63,7 @@ class CompiledStep:
     _states: list[Any] | None = None  # of the optimizer, for which the live inputs were read
 
     def follow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Read the hyperparameters; False where the update needs another graph."""
+        """Read the hyperparameters; False if another graph is needed."""
         return self.numbers is None or self.numbers.follow(optimizer)
 
     def begin(self, update: GuardedUpdate, training: Training) -> list[Tensor]:

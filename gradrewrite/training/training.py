@@ -38,7 +38,7 @@ class Training:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def update(self) -> GuardedUpdate:
-        """Return the guarded update, of several models where they are now."""
+        """Return the guarded update behind the present models."""
         if self._update is None or len(self.guard.targets) > 1:
             self._update = self.guard.follow_in_graph()
         return self._update
@@ -83,7 +83,7 @@ class Training:
             self.parameters[n].grad = None
 
     def give_gradients(self) -> None:
-        """Put the sums where two phases accumulate them."""
+        """Move the sums to ``.grad``, for a step of two phases."""
         for n, total in self.sums.items():
             self.parameters[n].grad = total
         self.sums.clear()
