@@ -185,7 +185,8 @@ _SMALL = 1 << 20  # bytes of parameters and state, up to which few kernels matte
 def _settings_for_updates(gm: fx.GraphModule) -> dict[str, Any]:
     """Return settings for updates right behind their gradients.
 
-    Of large tensors alone: Inductor fuses the updates of tensors of one size, for they read the same step size: then all gradients are alive.
+    Of large tensors alone: Inductor fuses the updates of tensors of one size, for they read the same step size, and
+    then all gradients are alive.
     """
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     size = sum(node.args[0].meta["val"].nbytes for node in copies)
